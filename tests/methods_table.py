@@ -20,8 +20,7 @@ class MethodCase:
     full-precision rows (test_method_error.py, which prints what it measured). A pin, not a goal: a
     change in either direction is a change of the method.
     roundtrip_error: relative error of keys and of values that the body gives back, at most.
-    same_codes_in_decode: False where a method codes generated tokens differently from prompt tokens
-    on purpose.
+    same_codes_in_decode: False if a method codes generated tokens in another way than a prompt's.
     """
 
     id: str
@@ -32,226 +31,121 @@ class MethodCase:
     roundtrip_error: float = 0.6
 
 
-METHOD_CASES = (
-    MethodCase("dense", "dense:sink=2,recent=5,block=8", 16.0, 0.0),
-    MethodCase("kivi2", "kivi:sink=0,recent=12,block=16", 3.5, 0.4306),
-    MethodCase("kivi4_group8", "kivi:bits=4,group_size=8,sink=3,recent=5,block=8", 8.0, 0.03961),
-    MethodCase(
-        "kivi3_k8_pre_rope",
-        "k=kivi:bits=8,pre_rope=true,scale_dtype=float32"
-        "+v=kivi:bits=3,scale_dtype=float32+cache:sink=0,recent=0,block=16",
-        8.5,
-        0.1693,
-    ),
-    MethodCase("innerq2", "innerq:sink=4,recent=8,block=16", 4.5, 0.1906),
-    MethodCase("innerq3_sym", "innerq:bits=3,mode=sym,sink=0,recent=8,block=16", 4.75, 0.1255),
-    MethodCase(
-        "innerq2_asym_plain",
-        "innerq:mode=asym,normalize=false,scale_dtype=bfloat16,sink=4,recent=3,block=8",
-        4.5,
-        0.4042,
-    ),
-    MethodCase(
-        "innerq2_hybrid_prefill",
-        "innerq:mode=hybrid_prefill,sink=4,recent=8,block=16",
-        4.5,
-        0.1906,
-        same_codes_in_decode=False,
-    ),
-    MethodCase("innerq2_slot", "innerq:storage=slot,sink=4,recent=8,block=16", 4.296875, 0.1906),
-    MethodCase(
-        "innerq3_slot_hybrid_prefill",
-        "innerq:bits=3,mode=hybrid_prefill,storage=slot,group_size=4,normalize=false,sink=4,recent=8,block=12",
-        15.375,
-        0.0656,
-        same_codes_in_decode=False,
-    ),
-    MethodCase(
-        "mixed",
-        "k=innerq:bits=4,group_size=8+v=kivi:bits=2+cache:sink=1,recent=8,block=16",
-        6.0,
-        0.3502,
-    ),
-    MethodCase("int4", "int4:sink=2,recent=4,block=8", 4.25, 0.1521),
-    MethodCase(
-        "int3_group16_pre_rope",
-        "int3:group_size=16,pre_rope=true,scale_dtype=bfloat16,recent=3,block=16",
-        5.0,
-        0.2629,
-    ),
-    MethodCase("nf4_two_heads", "nf4:group_size=64,sink=1,block=16", 4.5, 0.1468),
-    MethodCase("nf2_group8", "nf2:group_size=8,recent=8,block=8", 6.0, 0.4108),
-    MethodCase("kvquant4", "kvquant:outliers=0.04,sink=5,block=16", 6.58203125, 0.0353),
-    MethodCase(
-        "kvquant2_plain",
-        "kvquant:bits=2,outliers=0,qnorm=true,sink=5,recent=5,block=16",
-        2.125,
-        0.1795,
-    ),
-    MethodCase(
-        "kvquant3_matrix",
-        "kvquant:bits=3,outliers=0.1,slots=1,thresholds=matrix,pre_rope=false,scale_dtype=float32,sink=5,block=8",
-        8.546875,
-        0.0549,
-    ),
-    MethodCase(
-        "kvquant3_other_axes",
-        "kvquant:bits=3,outliers=0.05,k_axis=token,v_axis=channel,weighting=none,sink=5,block=16",
-        6.39453125,
-        0.0688,
-    ),
-    MethodCase(
-        "kvquant3_online",
-        "kvquant:bits=3,outliers=0.04,channel_ranges=prompt,sink=5,recent=3,block=16",
-        5.58203125,
-        0.07,
-    ),
-    MethodCase(
-        "kvquant2_nf_keys",
-        "k=kvquant:bits=2,datatype=nf,outliers=0.02+v=int2+cache:sink=5,recent=0,block=16",
-        3.26171875,
-        0.2717,
-    ),
-    MethodCase("squat2", "squat:rank=3,lam=0.01,sink=0,recent=12,block=16", 3.5, 0.433),
-    MethodCase(
-        "squat3_pre",
-        "squat_pre:bits=3,rank=6,block_channels=12,scale_dtype=float32,sink=2,recent=5,block=8",
-        8.0,
-        0.152,
-    ),
-    MethodCase("polar44", "polarquant:group_size=16,sink=2,recent=3", 11.0, 0.1121),
-    MethodCase(
-        "polar44_sqrt", "polarquant:radius_scale=sqrt,group_size=16,sink=2,recent=3", 11.0, 0.1212
-    ),
-    MethodCase(
-        "polar42_fixed",
-        "polarquant:angle_bits=4,radius_bits=2,group_size=8,cut=fixed,sink=1,block=16",
-        11.5,
-        0.1993,
-    ),
-    MethodCase(
-        "polar32_kivi",
-        "k=polarquant:angle_bits=3,radius_bits=2,group_size=16+v=kivi:bits=4+cache:sink=0,recent=4,block=16",
-        4.75,
-        0.3327,
-    ),
-    MethodCase(
-        "polar_global",
-        "k=polarquant:angle_bits=5,grid=global+v=innerq:bits=2+cache:sink=0,recent=8,block=16",
-        4.75,
-        0.2139,
-    ),
-    MethodCase("waterfill", "waterfill:bits=3,sink=5,recent=3,block=16", 3.0, 0.1546),
-    MethodCase(
-        "waterfill_widths",
-        "waterfill:k_widths=8620@0/5432,v_widths=7641,sink=5,recent=3,block=8",
-        5.75,
-        0.128,
-    ),
-    MethodCase(
-        "waterfill_values", "k=dense+v=waterfill:bits=2+cache:sink=5,recent=4,block=16", 9.0, 0.2054
-    ),
-    MethodCase("xquant4", "xquant:sink=2,recent=3,block=16", 5.125, 0.0875),
-    MethodCase(
-        "xquant3_outlier",
-        "k=xquant:bits=4,group_size=8,exact_outlier_channel=true"
-        "+v=xquant:bits=3,group_size=8+cache:sink=1,block=16",
-        7.5625,
-        0.1036,
-    ),
-    MethodCase(
-        "xquant8_x", "xquant:bits=8,latent=false,scale_dtype=float32,recent=5,block=8", 8.5, 0.0224
-    ),
-    MethodCase("xquant_cl2", "xquant_cl:base_layer=0,sink=2,recent=3,block=16", 3.25, 0.2003),
-    MethodCase(
-        "xquant_cl3_x", "xquant_cl:base_layer=0,bits=3,latent=false,recent=5,block=8", 3.75, 0.0853
-    ),
-    MethodCase("xquant_cl_base", "xquant_cl:base_layer=1,group_size=16,sink=5", 6.0, 0.05),
-    MethodCase(
-        "innerq2_no_bias", "innerq:sink=4,recent=8,block=16,subtract_bias=true", 4.5, 0.1929
-    ),
-    MethodCase(
-        "kivi3_pre_rope_no_bias",
-        "kivi:bits=3,pre_rope=true,recent=5,block=16,subtract_bias=true",
-        4.5,
-        0.2005,
-    ),
-    MethodCase("nvfp4", "nvfp4:sink=2,recent=3,block=8", 4.5, 0.1327),
-    MethodCase("nvfp4_plain", "nvfp4:scale=none,recent=3,block=16", 4.5, 0.1597),
-    MethodCase("mxfp4", "mxfp4:sink=1,block=16", 4.25, 0.1915),
-    MethodCase("mxfp4_pre_rope", "mxfp4:pre_rope=true,recent=3,block=8", 4.25, 0.2028),
-    MethodCase("fp8", "fp8:recent=5,block=8", 8.0, 0.04092),
-    MethodCase("fp8_head", "fp8:scale=head,pre_rope=true,sink=2,block=8", 8.0, 0.03963),
-    MethodCase("int4_rotated", "int4:rotate=true,sink=2,recent=4,block=8", 4.25, 0.1213),
-    MethodCase(
-        "kivi3_rotated_pre_rope",
-        "kivi:bits=3,pre_rope=true,rotate=true,recent=5,block=16",
-        4.5,
-        0.2165,
-    ),
-    MethodCase(
-        "innerq2_rotated_values",
-        "k=kivi:bits=4+v=innerq:bits=2,rotate=true+cache:sink=0,recent=8,block=16",
-        5.5,
-        0.2025,
-    ),
-    MethodCase(
-        "kvquant3_rotated",
-        "kvquant:bits=3,outliers=0.04,rotate=true,sink=5,block=16",
-        5.58203125,
-        0.0696,
-    ),
-    MethodCase(
-        "squat2_rotated_no_bias",
-        "squat:rank=3,rotate=true,sink=0,recent=12,block=16,subtract_bias=true",
-        3.5,
-        0.5182,
-    ),
-    MethodCase("turboquant3", "turboquant:sink=2,recent=3,block=8", 3.25, 0.2732),
-    MethodCase(
-        "turboquant2_pre_rope",
-        "k=turboquant:bits=2,pre_rope=true,scale_dtype=float32"
-        "+v=turboquant:bits=4,scale_dtype=float32+cache:recent=3,block=16",
-        3.5,
-        0.4937,
-    ),
-    MethodCase("kvarn2", "kvarn:group_size=16,sink=2,recent=3,block=16", 3.875, 0.5632),
-    MethodCase(
-        "kvarn42_floor",
-        "k=kvarn:bits=4,group_size=8+v=kvarn:bits=2,group_size=8,floor=0.741,scale_dtype=float32"
-        "+cache:sink=0,recent=3,block=8",
-        7.625,
-        0.4057,
-    ),
-    MethodCase("oscar_omni2", "oscar_omni:group_size=16,sink=1,recent=3,block=16", 4.0625, 0.5292),
-    MethodCase("oscar_spectral2", "oscar_spectral:sink=5,recent=3,block=16", 2.5, 0.227),
-    MethodCase("gear2", "gear:group_size=16,sink=2,recent=3", 8.765625, 0.205),
-    MethodCase(
-        "gear4_kcvt",
-        "gear:backbone=kcvt,bits=4,rank=1,outliers=0,pre_rope=true,recent=5,block=8",
-        8.375,
-        0.09469,
-    ),
-    MethodCase(
-        "gear3_outliers",
-        "gear:bits=3,rank=0,outliers=0.1,scale_dtype=float32,group_size=8,sink=1,block=16",
-        14.515625,
-        0.07401,
-    ),
-    MethodCase("zipcache42", "zipcache:probes=8,sink=2,recent=3,block=16", 5.7578125, 0.1507),
-    MethodCase(
-        "zipcache83",
-        "zipcache:salient_bits=8,other_bits=3,probes=4,unimportant_ratio=0.7,scale_dtype=float32,recent=5,block=24",
-        8.5078125,
-        0.08127,
-    ),
-    MethodCase(
-        "values_only",
-        "k=dense+v=innerq:bits=8,mode=sym+cache:sink=0,recent=4,block=16",
-        13.0,
-        0.002379,
-    ),
-)
+# id, body_bits, attention_error, spec. A spec that does not fit stands below its row.
+ROWS = """
+dense                       16.0        0.0      dense:sink=2,recent=5,block=8
+kivi2                       3.5         0.4306   kivi:sink=0,recent=12,block=16
+kivi4_group8                8.0         0.03961  kivi:bits=4,group_size=8,sink=3,recent=5,block=8
+kivi3_k8_pre_rope           8.5         0.1693
+    k=kivi:bits=8,pre_rope=true,scale_dtype=float32+v=kivi:bits=3,scale_dtype=float32
+    +cache:sink=0,recent=0,block=16
+innerq2                     4.5         0.1906   innerq:sink=4,recent=8,block=16
+innerq3_sym                 4.75        0.1255   innerq:bits=3,mode=sym,sink=0,recent=8,block=16
+innerq2_asym_plain          4.5         0.4042
+    innerq:mode=asym,normalize=false,scale_dtype=bfloat16,sink=4,recent=3,block=8
+innerq2_hybrid_prefill      4.5         0.1906   innerq:mode=hybrid_prefill,sink=4,recent=8,block=16
+innerq2_slot                4.296875    0.1906   innerq:storage=slot,sink=4,recent=8,block=16
+innerq3_slot_hybrid_prefill 15.375      0.0656
+    innerq:bits=3,mode=hybrid_prefill,storage=slot,group_size=4,normalize=false,sink=4,recent=8,
+    block=12
+mixed                       6.0         0.3502
+    k=innerq:bits=4,group_size=8+v=kivi:bits=2+cache:sink=1,recent=8,block=16
+int4                        4.25        0.1521   int4:sink=2,recent=4,block=8
+int3_group16_pre_rope       5.0         0.2629
+    int3:group_size=16,pre_rope=true,scale_dtype=bfloat16,recent=3,block=16
+nf4_two_heads               4.5         0.1468   nf4:group_size=64,sink=1,block=16
+nf2_group8                  6.0         0.4108   nf2:group_size=8,recent=8,block=8
+kvquant4                    6.58203125  0.0353   kvquant:outliers=0.04,sink=5,block=16
+kvquant2_plain              2.125       0.1795
+    kvquant:bits=2,outliers=0,qnorm=true,sink=5,recent=5,block=16
+kvquant3_matrix             8.546875    0.0549
+    kvquant:bits=3,outliers=0.1,slots=1,thresholds=matrix,pre_rope=false,scale_dtype=float32,
+    sink=5,block=8
+kvquant3_other_axes         6.39453125  0.0688
+    kvquant:bits=3,outliers=0.05,k_axis=token,v_axis=channel,weighting=none,sink=5,block=16
+kvquant3_online             5.58203125  0.07
+    kvquant:bits=3,outliers=0.04,channel_ranges=prompt,sink=5,recent=3,block=16
+kvquant2_nf_keys            3.26171875  0.2717
+    k=kvquant:bits=2,datatype=nf,outliers=0.02+v=int2+cache:sink=5,recent=0,block=16
+squat2                      3.5         0.433    squat:rank=3,lam=0.01,sink=0,recent=12,block=16
+squat3_pre                  8.0         0.152
+    squat_pre:bits=3,rank=6,block_channels=12,scale_dtype=float32,sink=2,recent=5,block=8
+polar44                     11.0        0.1121   polarquant:group_size=16,sink=2,recent=3
+polar44_sqrt                11.0        0.1212
+    polarquant:radius_scale=sqrt,group_size=16,sink=2,recent=3
+polar42_fixed               11.5        0.1993
+    polarquant:angle_bits=4,radius_bits=2,group_size=8,cut=fixed,sink=1,block=16
+polar32_kivi                4.75        0.3327
+    k=polarquant:angle_bits=3,radius_bits=2,group_size=16+v=kivi:bits=4
+    +cache:sink=0,recent=4,block=16
+polar_global                4.75        0.2139
+    k=polarquant:angle_bits=5,grid=global+v=innerq:bits=2+cache:sink=0,recent=8,block=16
+waterfill                   3.0         0.1546   waterfill:bits=3,sink=5,recent=3,block=16
+waterfill_widths            5.75        0.128
+    waterfill:k_widths=8620@0/5432,v_widths=7641,sink=5,recent=3,block=8
+waterfill_values            9.0         0.2054
+    k=dense+v=waterfill:bits=2+cache:sink=5,recent=4,block=16
+xquant4                     5.125       0.0875   xquant:sink=2,recent=3,block=16
+xquant3_outlier             7.5625      0.1036
+    k=xquant:bits=4,group_size=8,exact_outlier_channel=true+v=xquant:bits=3,group_size=8
+    +cache:sink=1,block=16
+xquant8_x                   8.5         0.0224
+    xquant:bits=8,latent=false,scale_dtype=float32,recent=5,block=8
+xquant_cl2                  3.25        0.2003   xquant_cl:base_layer=0,sink=2,recent=3,block=16
+xquant_cl3_x                3.75        0.0853
+    xquant_cl:base_layer=0,bits=3,latent=false,recent=5,block=8
+xquant_cl_base              6.0         0.05     xquant_cl:base_layer=1,group_size=16,sink=5
+innerq2_no_bias             4.5         0.1929   innerq:sink=4,recent=8,block=16,subtract_bias=true
+kivi3_pre_rope_no_bias      4.5         0.2005
+    kivi:bits=3,pre_rope=true,recent=5,block=16,subtract_bias=true
+nvfp4                       4.5         0.1327   nvfp4:sink=2,recent=3,block=8
+nvfp4_plain                 4.5         0.1597   nvfp4:scale=none,recent=3,block=16
+mxfp4                       4.25        0.1915   mxfp4:sink=1,block=16
+mxfp4_pre_rope              4.25        0.2028   mxfp4:pre_rope=true,recent=3,block=8
+fp8                         8.0         0.04092  fp8:recent=5,block=8
+fp8_head                    8.0         0.03963  fp8:scale=head,pre_rope=true,sink=2,block=8
+int4_rotated                4.25        0.1213   int4:rotate=true,sink=2,recent=4,block=8
+kivi3_rotated_pre_rope      4.5         0.2165
+    kivi:bits=3,pre_rope=true,rotate=true,recent=5,block=16
+innerq2_rotated_values      5.5         0.2025
+    k=kivi:bits=4+v=innerq:bits=2,rotate=true+cache:sink=0,recent=8,block=16
+kvquant3_rotated            5.58203125  0.0696
+    kvquant:bits=3,outliers=0.04,rotate=true,sink=5,block=16
+squat2_rotated_no_bias      3.5         0.5182
+    squat:rank=3,rotate=true,sink=0,recent=12,block=16,subtract_bias=true
+turboquant3                 3.25        0.2732   turboquant:sink=2,recent=3,block=8
+turboquant2_pre_rope        3.5         0.4937
+    k=turboquant:bits=2,pre_rope=true,scale_dtype=float32
+    +v=turboquant:bits=4,scale_dtype=float32+cache:recent=3,block=16
+kvarn2                      3.875       0.5632   kvarn:group_size=16,sink=2,recent=3,block=16
+kvarn42_floor               7.625       0.4057
+    k=kvarn:bits=4,group_size=8+v=kvarn:bits=2,group_size=8,floor=0.741,scale_dtype=float32
+    +cache:sink=0,recent=3,block=8
+oscar_omni2                 4.0625      0.5292   oscar_omni:group_size=16,sink=1,recent=3,block=16
+oscar_spectral2             2.5         0.227    oscar_spectral:sink=5,recent=3,block=16
+gear2                       8.765625    0.205    gear:group_size=16,sink=2,recent=3
+gear4_kcvt                  8.375       0.09469
+    gear:backbone=kcvt,bits=4,rank=1,outliers=0,pre_rope=true,recent=5,block=8
+gear3_outliers              14.515625   0.07401
+    gear:bits=3,rank=0,outliers=0.1,scale_dtype=float32,group_size=8,sink=1,block=16
+zipcache42                  5.7578125   0.1507   zipcache:probes=8,sink=2,recent=3,block=16
+zipcache83                  8.5078125   0.08127
+    zipcache:salient_bits=8,other_bits=3,probes=4,unimportant_ratio=0.7,scale_dtype=float32,
+    recent=5,block=24
+values_only                 13.0        0.002379
+    k=dense+v=innerq:bits=8,mode=sym+cache:sink=0,recent=4,block=16
+"""
+# Tokens that are generated are coded in another way than those of a prompt, on purpose.
+CODED_OTHERWISE = {"innerq2_hybrid_prefill", "innerq3_slot_hybrid_prefill"}
+
+
+def _case(row: str) -> MethodCase:
+    name, bits, error, *spec = row.split()
+    same = name not in CODED_OTHERWISE
+    return MethodCase(name, "".join(spec), float(bits), float(error), same_codes_in_decode=same)
+
+
+METHOD_CASES = tuple(map(_case, re.findall(r"^\S.*(?:\n .*)*", ROWS, re.MULTILINE)))
 
 EXHAUSTIVE = pytest.mark.exhaustive
 

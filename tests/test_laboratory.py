@@ -8,9 +8,10 @@ import pathlib
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
+FILES = (file.relative_to(ROOT) for file in (ROOT / "laboratory").rglob("*.py"))
 MODULES = sorted(
-    ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-    for file in (ROOT / "laboratory").rglob("*.py")
+    ".".join(file.with_suffix("").parts).removesuffix(".__init__")
+    for file in FILES
     if "tests" not in file.parts
 )
 

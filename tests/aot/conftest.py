@@ -1,14 +1,15 @@
-"""Fixtures of tests that compile for GPUs. They read the compiler's output, so nothing may come
-from a cache.
-"""
+"""Tests that compile for GPUs. They read its output, so nothing may come from a cache."""
 
 from __future__ import annotations
 
+import pathlib
 from collections.abc import Iterator
 
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
+
+from benchmarks.machine_code.tools import missing
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -19,3 +20,13 @@ def _compile_all() -> Iterator[None]:
     yield
     jax.config.update("jax_compilation_cache_dir", folder)
     compilation_cache.reset_cache()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of this folder. Without the compilers of the extra aot they are skipped."""
+    lacking = missing() or ""
+    for item in items:
+        if item.path.parent == pathlib.Path(__file__).parent:
+            item.add_marker(pytest.mark.aot)
+            item.add_marker(pytest.mark.skipif(bool(lacking), reason=lacking))

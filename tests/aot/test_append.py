@@ -14,16 +14,9 @@ from benchmarks.machine_code.compile import compile_for
 from benchmarks.machine_code.launches import calibrated
 from benchmarks.machine_code.sass import assemble
 from benchmarks.machine_code.target import A100, H200
-from benchmarks.machine_code.tools import missing
 from kvq_jax.attention.fused import block_writer
 from pallas_kernels.launch import Launch
 from pallas_kernels.quantize.append import Blocks, Places, Side, append_token
-
-pytestmark = [
-    pytest.mark.aot,
-    pytest.mark.skipif(bool(missing()), reason=missing() or "nothing is missing"),
-]
-
 
 WRITERS = (
     *(("kivi:bits=4", 0), ("innerq:bits=4,mode=asym", 0), ("innerq:bits=2", 1)),

@@ -13,17 +13,11 @@ import pytest
 from benchmarks.machine_code.compile import compile_for
 from benchmarks.machine_code.sass import assemble, main_loop
 from benchmarks.machine_code.target import ARCHITECTURES, B200, L40, Target
-from benchmarks.machine_code.tools import missing
 from pallas_kernels.decode_attention.kernel import decode_attention
 from pallas_kernels.decode_attention.tuning import Tuning, tuning_for
 from pallas_kernels.launch import Launch
 from pallas_kernels.readers.base import Reader
 from tests.pallas_kernels.grouped_sides import format_of, reader_of, stored_structs
-
-pytestmark = [
-    pytest.mark.aot,
-    pytest.mark.skipif(bool(missing()), reason=missing() or "nothing is missing"),
-]
 
 BATCH, HEADS, GROUP, TOKENS, CHANNELS = 16, 8, 4, 16384, 128
 FORMATS = {

@@ -16,15 +16,9 @@ import kvq_jax as kvq
 from benchmarks.llama_8b import llama_config
 from benchmarks.machine_code.compile import compile_for
 from benchmarks.machine_code.target import H200
-from benchmarks.machine_code.tools import missing
 from kvq_models import decode_step, prepare
 from kvq_models.llama.model import abstract_llama
 from pallas_kernels.launch import Launch
-
-pytestmark = [
-    pytest.mark.aot,
-    pytest.mark.skipif(bool(missing()), reason=missing() or "nothing is missing"),
-]
 
 BATCH, CAPACITY = 16, 32768
 BYTES = {

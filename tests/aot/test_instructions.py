@@ -19,15 +19,8 @@ from benchmarks.machine_code.compile import compile_for
 from benchmarks.machine_code.limits import A100_LIMITS, NEWER_LIMITS
 from benchmarks.machine_code.report import HEADER, Instructions, measure
 from benchmarks.machine_code.target import H200, TARGETS
-from benchmarks.machine_code.tools import missing
 from tests.aot.tiny_kernel import dense_attention
 from tests.exhaustive import some
-
-pytestmark = [
-    pytest.mark.aot,
-    pytest.mark.skipif(bool(missing()), reason=missing() or "nothing is missing"),
-]
-
 
 # Compiling all kernels takes seven to eleven minutes of a core for each GPU. These are of each
 # format, width of head and arithmetic. --exhaustive compiles all for an H200. The command compiles

@@ -7,12 +7,6 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.machine_code.launches import limit_us, measure, over_limit
-from benchmarks.machine_code.tools import missing
-
-pytestmark = [
-    pytest.mark.aot,
-    pytest.mark.skipif(bool(missing()), reason=missing() or "nothing is missing"),
-]
 
 # Beside the projections: queries, keys and values, append and windows, body, merge, a product, and
 # twice a sum and a norm.

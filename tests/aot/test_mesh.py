@@ -16,7 +16,6 @@ from benchmarks.llama_8b import llama_config
 from benchmarks.machine_code.compile import compile_for, mesh_of
 from benchmarks.machine_code.launches import calibrated
 from benchmarks.machine_code.target import H200
-from benchmarks.machine_code.tools import missing
 from kvq_models import decode_step
 from kvq_models.llama.model import abstract_llama
 from kvq_models.llama.sharding import abstract_on
@@ -24,16 +23,8 @@ from kvq_tools.cli import memory_mesh
 from pallas_kernels.launch import Launch
 from tests.multi_device.placed_runs import collectives
 
-pytestmark = [
-    pytest.mark.aot,
-    pytest.mark.skipif(bool(missing()), reason=missing() or "nothing is missing"),
-]
-
 # at any length XLA joins the weights of gate and up, 29 MB
-CONFIG, CAPACITY = (
-    llama_config(1),
-    10 << 20,
-)
+CONFIG, CAPACITY = (llama_config(1), 10 << 20)
 
 
 LAYERS = llama_config().num_hidden_layers  # of the whole model, which share temporary memory

@@ -17,12 +17,9 @@ from benchmarks.machine_code.compile import AbsentGpu
 from benchmarks.machine_code.report import Instructions, KernelReport
 from benchmarks.machine_code.routes import ATTENTIONS, Attention
 from benchmarks.machine_code.target import ARCHITECTURES, BY_NAME
-from benchmarks.machine_code.tools import missing
 from benchmarks.results_page import RESULTS
 from pallas_kernels.mosaic import route
 from tests.exhaustive import some
-
-pytestmark = pytest.mark.aot
 
 ROOT = pathlib.Path(__file__).parents[2]
 COMMITTED = [
@@ -33,10 +30,9 @@ COMMITTED = [
 BY_CASE = {attention.name: attention for attention in ATTENTIONS}
 # Groups of channels and of tokens; the copy engine, and asynchronous copies without it.
 USUAL = [("innerq, 2-bit sym, H 128", "h200"), ("kivi, 4-bit, H 128", "a100")]
-lacking = missing() or route.missing() or ""
 
 
-@pytest.mark.skipif(bool(lacking), reason=lacking)
+@pytest.mark.skipif(bool(route.missing()), reason=route.missing() or "")
 @pytest.mark.parametrize(
     ("name", "target"), some(itertools.product(BY_CASE, BY_NAME), USUAL), ids=str
 )

@@ -13,7 +13,6 @@ import pytest
 from benchmarks.machine_code.compile import compile_for
 from benchmarks.machine_code.sass import assemble, loops
 from benchmarks.machine_code.target import A100, H200, Target
-from benchmarks.machine_code.tools import missing
 from kvq_jax.arrays.grouped_array import GroupFormat
 from kvq_jax.codecs.kernel_readers import grouped
 from pallas_kernels.decode_attention import outlier_values
@@ -27,12 +26,6 @@ from pallas_kernels.quantize.kernel import quantize_rows
 from pallas_kernels.readers.grouped import GroupedReader
 from pallas_kernels.readers.sparse_outliers import outlier_scores
 from pallas_kernels.readers.turn import turn
-
-pytestmark = [
-    pytest.mark.aot,
-    pytest.mark.skipif(bool(missing()), reason=missing() or "nothing is missing"),
-]
-
 
 on_both_gpus = pytest.mark.parametrize("target", [H200, A100], ids=lambda target: target.name)
 # each GPU and each arithmetic once: a kernel of both takes seconds of a core for each

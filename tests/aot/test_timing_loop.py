@@ -14,12 +14,6 @@ from benchmarks.gpu import device_timing, timed_case
 from benchmarks.gpu.attention_candidates import DEQUANTIZED, attention_tasks, shape_of
 from benchmarks.machine_code.compile import compile_for
 from benchmarks.machine_code.target import H200
-from benchmarks.machine_code.tools import missing
-
-pytestmark = [
-    pytest.mark.aot,
-    pytest.mark.skipif(bool(missing()), reason=missing() or "nothing is missing"),
-]
 
 
 def done_before_the_loop() -> list[str]:

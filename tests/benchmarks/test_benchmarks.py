@@ -6,11 +6,16 @@ import importlib.util
 import json
 import re
 
+import pytest
+
 import kvq_jax as kvq
-from benchmarks import results_page
+from benchmarks import claims, families_table, placements, results_page
 from benchmarks.machine_code.report import Instructions, named_by_spec
 from benchmarks.report_file import RESULTS, clean
+from kvq_models.llama.families import FAMILIES
+from tests.exhaustive import some
 
+SIZES = [(size,) for size in placements.SIZES]
 TO_BE_MEASURED_AGAIN = {  # of a dirty tree; a name goes when its page is of a clean commit
     "attention_waterfill_cpu",
     "launches_jax_0_12",
@@ -67,3 +72,42 @@ def test_links_of_the_pages_lead_somewhere():
     for name, text in results_page.render(RESULTS).items():
         for target in re.findall(r"\]\(([^)]+)\)", text):
             assert (RESULTS / target).exists(), f"{name}: {target}"
+
+
+def test_the_table_of_families_is_of_today_and_has_every_family():
+    page, models = families_table.PAGE.read_text(encoding="utf-8"), families_table.MODELS
+    assert families_table.replaced(page) == page, "python -m benchmarks.families_table writes it"
+    assert {model.model_type for model in models} == set(FAMILIES)
+    windowed = {m.model_type for m in models if families_table.config_of(m).sliding_window}
+    assert windowed == {"mistral", "olmo3", "gemma2", "gemma3_text", "gpt_oss"}
+
+
+@pytest.mark.parametrize(
+    "size", some([(size,) for size in placements.SIZES], [(placements.SIZES[-1],)]), ids=str
+)
+@pytest.mark.parametrize("model", some(tuple(placements.MODELS), ("8B",)))
+def test_the_page_of_placements_has_the_rows_that_are_counted(
+    model: str, size: tuple[int, str, int]
+):
+    lines = placements.PAGE.read_text().splitlines()
+    shown = [
+        line for line in lines if line.startswith(f"| {model} | {size[0]}{size[1]} x {size[2]} |")
+    ]
+    rows = (placements.row(model, size, cache) for cache in placements.CACHES)
+    assert shown == ["| " + " | ".join(row) + " |" for row in rows]
+    assert "| " + " | ".join(placements.HEAD) + " |" in lines
+
+
+def test_every_comparison_holds_an_interval_or_links_the_page_that_has_it():
+    every = [
+        claim
+        for page in claims.PAGES
+        for claim in claims.claims(page, (claims.ROOT / page).read_text(encoding="utf-8"))
+    ]
+    assert {claim.page for claim in every} == set(claims.PAGES)
+    assert not claims.without_interval(every), (
+        "give the interval, or the page that has it, in the sentence or its paragraph"
+    )
+    listed = claims.contents()
+    assert claims.FILE.read_text(encoding="utf-8") == listed, "python -m benchmarks.results_page"
+    assert len(listed.splitlines()) > len(every)

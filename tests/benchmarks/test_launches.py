@@ -6,11 +6,7 @@ import json
 import pathlib
 
 from benchmarks.machine_code import launches
-from benchmarks.machine_code.launches import (
-    POINTS,
-    SPECS,
-    LaunchReport,
-)
+from benchmarks.machine_code.launches import POINTS, SPECS, LaunchReport
 
 FILES = sorted((pathlib.Path(launches.__file__).parents[1] / "results").glob("launches*.json"))
 
@@ -28,8 +24,6 @@ def test_committed_counts_have_no_loop_or_branch_in_a_layer():
         for row in rows:
             assert not row.loops, f"{file.name}: {row.spec} at batch {row.batch}"
             assert row.beside <= 12, f"{file.name}: {row.spec} at batch {row.batch}"
-            assert (row.branches, row.graphs, row.outside) == (
-                0,
-                1,
-                0,
-            ), f"{file.name}: {row.spec} at batch {row.batch}"
+            assert (row.branches, row.graphs, row.outside) == (0, 1, 0), (
+                f"{file.name}: {row.spec} at batch {row.batch}"
+            )

@@ -12,14 +12,28 @@ from cpu_kernels import attention as native
 from tests.cpu_kernels.random_bodies import BodyCase
 
 
+def tokens(bits: int, channels: int, group: int = 32, block: int = 32, **options) -> BodyCase:
+    """Return a body in which `group` tokens share a scale."""
+    return BodyCase(bits, channels, block, "token groups", group, **options)
+
+
+def channels(bits: int, channels: int, group: int = 32, block: int = 32, **options) -> BodyCase:
+    """Return a body in which `group` channels of a token share a scale."""
+    return BodyCase(bits, channels, block, "channel groups", group, **options)
+
+
+def table(bits: int, channels: int, block: int = 32, **options) -> BodyCase:
+    """Return a body of entries of a table, with fixed scales of channels."""
+    options = {"scale_dtype": "float32", "table": True} | options
+    return BodyCase(bits, channels, block, "channels", 1, **options)
+
+
 def rows(channels: int, dtype: str) -> BodyCase:
     return BodyCase(0, channels, 1, "channels", 1, scale_dtype=dtype, form="rows")
 
 
 def polar(bits: int, angle_bits: int, channels: int, *, group: int, **options) -> BodyCase:
-    return BodyCase(
-        bits, channels, 32, "token groups", group, form="polar", angle_bits=angle_bits, **options
-    )
+    return tokens(bits, channels, group, form="polar", angle_bits=angle_bits, **options)
 
 
 def runs(channels: int, block: int, rotated: bool = False, **widths: int) -> BodyCase:
@@ -32,91 +46,36 @@ def runs(channels: int, block: int, rotated: bool = False, **widths: int) -> Bod
 
 
 CASES = {
-    "2 bits, 64": (
-        BodyCase(2, 64, 32, "token groups", 32),
-        BodyCase(2, 64, 32, "channel groups", 32),
-    ),
-    "2 bits, 128": (
-        BodyCase(2, 128, 32, "token groups", 32),
-        BodyCase(2, 128, 32, "channel groups", 32),
-    ),
-    "4 bits, 128": (
-        BodyCase(4, 128, 128, "token groups", 64),
-        BodyCase(4, 128, 128, "channel groups", 64),
-    ),
-    "3 bits, 128": (
-        BodyCase(3, 128, 32, "channel groups", 32, centre=3),
-        BodyCase(3, 128, 32, "token groups", 32, centre=3),
-    ),
-    "3 bits, 64": (
-        BodyCase(3, 64, 32, "channel groups", 32),
-        BodyCase(3, 64, 32, "token groups", 32),
-    ),
-    "5 and 9 bits": (
-        BodyCase(5, 64, 32, "channel groups", 16, centre=15),
-        BodyCase(9, 64, 32, "token groups", 16, centre=255),
-    ),
-    "8 bits": (
-        BodyCase(8, 96, 32, "token groups", 32, scale_dtype="bfloat16"),
-        BodyCase(8, 96, 32, "channel groups", 8, scale_dtype="float32"),
-    ),
-    "1 and 6 bits": (
-        BodyCase(1, 64, 16, "token groups", 4),
-        BodyCase(6, 64, 16, "channel groups", 4),
-    ),
-    "head dim 80": (
-        BodyCase(4, 80, 32, "token groups", 32),
-        BodyCase(2, 80, 32, "channel groups", 16),
-    ),
-    "head dim 8": (BodyCase(2, 8, 8, "token groups", 8), BodyCase(3, 8, 8, "channel groups", 8)),
-    "blocks of 12": (
-        BodyCase(4, 32, 12, "token groups", 12),
-        BodyCase(2, 32, 12, "channel groups", 2),
-    ),
-    "groups of 96": (
-        BodyCase(3, 256, 96, "token groups", 96),
-        BodyCase(4, 256, 96, "token groups", 48),
-    ),
-    "heads together": (
-        BodyCase(4, 64, 8, "channel groups", 64, heads=2),
-        BodyCase(3, 64, 8, "channel groups", 64, heads=2),
-    ),
-    "tables": (
-        BodyCase(4, 64, 32, "channels", 1, scale_dtype="float32", table=True),
-        BodyCase(3, 64, 32, "channel groups", 32, table=True),
-    ),
-    "tables, too": (
-        BodyCase(2, 64, 32, "channel groups", 8, table=True),
-        BodyCase(2, 64, 32, "channels", 1, scale_dtype="float32", table=True),
-    ),
+    "2 bits, 64": (tokens(2, 64), channels(2, 64)),
+    "2 bits, 128": (tokens(2, 128), channels(2, 128)),
+    "4 bits, 128": (tokens(4, 128, 64, 128), channels(4, 128, 64, 128)),
+    "3 bits, 128": (channels(3, 128, centre=3), tokens(3, 128, centre=3)),
+    "3 bits, 64": (channels(3, 64), tokens(3, 64)),
+    "5 and 9 bits": (channels(5, 64, 16, centre=15), tokens(9, 64, 16, centre=255)),
+    "8 bits": (tokens(8, 96, scale_dtype="bfloat16"), channels(8, 96, 8, scale_dtype="float32")),
+    "1 and 6 bits": (tokens(1, 64, 4, 16), channels(6, 64, 4, 16)),
+    "head dim 80": (tokens(4, 80), channels(2, 80, 16)),
+    "head dim 8": (tokens(2, 8, 8, 8), channels(3, 8, 8, 8)),
+    "blocks of 12": (tokens(4, 32, 12, 12), channels(2, 32, 2, 12)),
+    "groups of 96": (tokens(3, 256, 96, 96), tokens(4, 256, 48, 96)),
+    "heads together": (channels(4, 64, 64, 8, heads=2), channels(3, 64, 64, 8, heads=2)),
+    "tables": (table(4, 64), channels(3, 64, table=True)),
+    "tables, too": (channels(2, 64, 8, table=True), table(2, 64)),
     "dense fp32": (rows(64, "float32"), rows(64, "float32")),
     "dense, head dim 80": (rows(80, "bfloat16"), rows(80, "float32")),
     "dense, 16 bits": (rows(128, "bfloat16"), rows(128, "float16")),
-    "before RoPE": (
-        BodyCase(3, 64, 32, "token groups", 16, rotated=True),
-        BodyCase(2, 64, 32, "channel groups", 32),
-    ),
-    "before RoPE, head dim 80": (
-        BodyCase(4, 80, 12, "channel groups", 8, rotated=True),
-        BodyCase(4, 80, 12, "channel groups", 16),
-    ),
+    "before RoPE": (tokens(3, 64, 16, rotated=True), channels(2, 64)),
+    "before RoPE, head dim 80": (channels(4, 80, 8, 12, rotated=True), channels(4, 80, 16, 12)),
     "before RoPE, tables": (
-        BodyCase(
-            4, 64, 32, "channels", 1, scale_dtype="float32", table=True, rotated=True, pool=32
-        ),
-        BodyCase(
-            3, 64, 32, "channel groups", 64, heads=2, table=True, pool=16, residual_dtype="float32"
-        ),
+        table(4, 64, rotated=True, pool=32),
+        channels(3, 64, 64, heads=2, table=True, pool=16, residual_dtype="float32"),
     ),
-    "outliers": (
-        BodyCase(4, 32, 12, "channel groups", 32, table=True, pool=12),
-        BodyCase(2, 32, 12, "channels", 1, scale_dtype="float32", table=True, pool=4),
-    ),
+    "outliers": (channels(4, 32, 32, 12, table=True, pool=12), table(2, 32, 12, pool=4)),
     "polar": (polar(8, 4, 64, group=32), rows(64, "float32")),
-    "polar, 6 bits": (polar(6, 4, 128, group=16), BodyCase(4, 128, 32, "channel groups", 32)),
+    "polar, 6 bits": (polar(6, 4, 128, group=16), channels(4, 128)),
     "polar, 12 bits": (
         polar(12, 6, 16, group=8, root=True, scale_dtype="float32"),
-        BodyCase(2, 16, 32, "channel groups", 16),
+        channels(2, 16, 16),
     ),
     "runs": (
         runs(64, 32, True, five=8, four=8, three=8, two=16, one=8),
@@ -132,7 +91,7 @@ CASES = {
         runs(64, 16, True, seven=8, four=16, three=16, two=8, one=8),
         runs(64, 48, eight=16, five=8, three=24, two=16),
     ),
-    "runs of keys alone": (runs(32, 48, True, two=32), BodyCase(2, 32, 48, "channel groups", 32)),
+    "runs of keys alone": (runs(32, 48, True, two=32), channels(2, 32, 32, 48)),
 }
 BATCH, HEADS = 3, 2
 
@@ -162,11 +121,4 @@ def decode_attention(q, keys, values, limits, *, capacity: int):
     arrays = jax.tree.map(jnp.asarray, (q, k_arrays, v_arrays, limits))
     return native.decode_attention(
         arrays[0], (k, arrays[1]), (v, arrays[2]), arrays[3], capacity=capacity
-    )
-
-
-def relative_errors(actual, expected) -> np.ndarray:
-    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
-    return np.linalg.norm(actual - expected, axis=-1) / np.maximum(
-        np.linalg.norm(expected, axis=-1), 1e-30
     )

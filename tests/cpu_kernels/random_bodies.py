@@ -14,6 +14,8 @@ from cpu_kernels.attention import NEAR, TOGETHER
 from cpu_kernels.body import RUN_WIDTHS, Affine, Body, Form
 from kvq_jax.arrays.packing import run_layout
 from pallas_kernels.tiles.layout import SPAN, plane_layout
+from tests.float64 import rotated
+from tests.pallas_kernels.codebook_sides import random_slots
 from tests.pallas_kernels.compiled import pack
 
 
@@ -115,27 +117,12 @@ class BodyCase:
         """Add residuals to some of the vectors. Return their slots, with garbage in the unused
         ones.
         """
-        batch, heads, tokens, channels = vectors.shape
-        pools, slots = tokens // self.pool, 3 * self.pool
-        index, ends = (
-            rng.integers(0, 1 << 16, (batch, pools, slots), np.uint16),
-            np.zeros((batch, pools, heads), np.uint16),
-        )
-        residual = jnp.asarray(rng.normal(size=(batch, pools, slots)), self.residual_dtype)
-        for b, p in np.ndindex(batch, pools):
-            most = min(slots // heads, self.pool * channels)
-            first = 0
-            for head in range(heads):
-                count = rng.integers(0, most + 1)
-                places = np.sort(rng.choice(self.pool * channels, count, replace=False))
-                of_head = slice(first, first + count)
-                index[b, p, of_head] = places
-                vectors[b, head, p * self.pool + places // channels, places % channels] += (
-                    np.asarray(residual, np.float64)[b, p, of_head]
-                )
-                first = ends[b, p, head] = first + count
-        used = np.arange(slots) < ends[:, :, -1:]
-        return [index, _bits(jnp.where(used, residual, jnp.nan)), ends]
+        index, residual, ends, outliers = random_slots(rng, 3, self.pool, vectors.shape)
+        vectors += outliers
+        used = np.arange(index.shape[2]) < ends[:, :, -1:]
+        garbage = rng.integers(0, 1 << 16, index.shape, np.uint16)
+        stored = jnp.asarray(np.where(used, residual, np.nan), self.residual_dtype)
+        return [np.where(used, index, garbage), _bits(stored), ends]
 
     def _polar(
         self, rng: np.random.Generator, batch: int, heads: int, tokens: int
@@ -146,10 +133,7 @@ class BodyCase:
         shape = (batch, heads, tokens // self.group, pairs)
         of_radii, of_angles = (
             (1.0 / (1 << (self.bits - self.angle_bits)), 1.0),
-            (
-                6.0 / (1 << self.angle_bits),
-                3.0,
-            ),
+            (6.0 / (1 << self.angle_bits), 3.0),
         )
         stored = [
             jnp.asarray(rng.random(shape) * size, self.scale_dtype)
@@ -207,10 +191,7 @@ class BodyCase:
 
 
 # The position of the first token of a body of keys before RoPE, and RoPE's attention factor.
-SINK, FACTOR = (
-    3,
-    1.25,
-)
+SINK, FACTOR = (3, 1.25)
 
 
 def _bits(array: jnp.ndarray) -> np.ndarray:
@@ -238,12 +219,8 @@ def _turns(half: int, tokens: int) -> list[np.ndarray]:
 
 
 def _rotated(vectors: np.ndarray) -> np.ndarray:
-    first, second = np.split(vectors, 2, axis=-1)
-    angles = _angles(first.shape[-1], SINK + np.arange(vectors.shape[2]))
-    cos, sin = np.cos(angles), np.sin(angles)
-    return FACTOR * np.concatenate(
-        [first * cos - second * sin, second * cos + first * sin], axis=-1
-    )
+    positions = SINK + np.arange(vectors.shape[2])
+    return rotated(vectors, _angles(vectors.shape[3] // 2, positions), FACTOR)
 
 
 def attention(

@@ -9,16 +9,10 @@ import pytest
 
 from cpu_kernels import attention as native
 from cpu_kernels import library
-from tests.cpu_kernels.body_cases import (
-    BATCH,
-    CASES,
-    HEADS,
-    decode_attention,
-    inputs,
-    relative_errors,
-)
+from tests.cpu_kernels.body_cases import BATCH, CASES, HEADS, decode_attention, inputs
 from tests.cpu_kernels.random_bodies import attention
 from tests.exhaustive import some
+from tests.float64 import row_errors
 
 if reason := library.unavailable():
     pytest.skip(reason, allow_module_level=True)
@@ -44,11 +38,11 @@ def test_every_layout_is_read_as_it_was_written(case: str, group: int, tokens: i
     assert np.all(np.asarray(m)[0] == np.float32(-1e30)), "rows that see nothing"
     np.testing.assert_allclose(m[1:], want_m[1:], rtol=1e-5, atol=1e-5)
     actual, want = np.asarray(o)[1:] / np.asarray(l)[1:], want_o[1:] / want_l[1:]
-    assert relative_errors(actual, want).max() < 1e-5, (
-        f"worst relative error {relative_errors(actual, want).max():.1e}"
+    assert row_errors(actual, want).max() < 1e-5, (
+        f"worst relative error {row_errors(actual, want).max():.1e}"
     )
     fewer = attention(q, k_hat, v_hat, limits - 1)
-    assert relative_errors(actual, (fewer[2] / np.maximum(fewer[1], 1e-30))[1:]).min() > 1e-4, (
+    assert row_errors(actual, (fewer[2] / np.maximum(fewer[1], 1e-30))[1:]).min() > 1e-4, (
         "one token too few passes"
     )
 
@@ -100,12 +94,12 @@ def test_windows_are_attended_to_with_the_body(case: str, slots: tuple[int, int]
     want = (np.einsum("bkrs,bksh->bkrh", weights, rows[1]) + shrink * body[2]) / (
         weights.sum(-1, keepdims=True) + shrink * body[1]
     )
-    assert relative_errors(actual, want).max() < 1e-5, (
-        f"worst relative error {relative_errors(actual, want).max():.1e}"
+    assert row_errors(actual, want).max() < 1e-5, (
+        f"worst relative error {row_errors(actual, want).max():.1e}"
     )
     fewer = seen.copy()
     fewer[:, 0] = False
-    assert relative_errors(attend(fewer, spoiled), want).max() > 1e-4, "a token left out passes"
+    assert row_errors(attend(fewer, spoiled), want).max() > 1e-4, "a token left out passes"
     spoiled[0][1, 0, 0] = np.nan
     broken = np.isnan(attend(seen, spoiled)).all(axis=(-2, -1))
     assert broken[1, 0], "NaN in a row that is seen is dropped"

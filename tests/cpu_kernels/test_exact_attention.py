@@ -10,6 +10,7 @@ import pytest
 
 from cpu_kernels import library
 from cpu_kernels.exact_attention import DTYPES, exact_attention
+from tests.float64 import softmax
 
 if reason := library.unavailable():
     pytest.skip(reason, allow_module_level=True)
@@ -40,10 +41,8 @@ def definition(q, keys, values, seen, counts) -> np.ndarray:
     mask = mask_of(seen, counts, keys.shape[2] - seen.shape[1])
     mask = np.tile(mask, (1, q.shape[2] // counts.shape[1], 1))[:, None]
     scores = np.einsum("bkrh,bkeh->bkre", q.astype(float), keys.astype(float))
-    scores = np.where(mask, scores * q.shape[3] ** -0.5, -1e30)
-    weights = np.exp(scores - scores.max(axis=-1, keepdims=True)) * mask
-    total = np.maximum(weights.sum(axis=-1, keepdims=True), 1e-30)
-    return np.einsum("bkre,bkeh->bkrh", weights / total, values.astype(float))
+    weights = softmax(scores * q.shape[3] ** -0.5, mask)
+    return np.einsum("bkre,bkeh->bkrh", weights, values.astype(float))
 
 
 @jax.jit
@@ -145,10 +144,8 @@ def windowed_definition(q, keys, values, reach, counts, window: int, cap: float)
     fresh = (np.arange(new) < counts[..., None]) & (np.arange(new) > tokens - window)
     mask = np.tile(np.concatenate([old, fresh], axis=2), (1, q.shape[2] // len(tokens), 1))[:, None]
     scores = np.einsum("bkrh,bkeh->bkre", q.astype(float), keys.astype(float)) * q.shape[3] ** -0.5
-    scores = np.where(mask, cap * np.tanh(scores / cap), -1e30)
-    weights = np.exp(scores - scores.max(axis=-1, keepdims=True)) * mask
-    total = np.maximum(weights.sum(axis=-1, keepdims=True), 1e-30)
-    return np.einsum("bkre,bkeh->bkrh", weights / total, values.astype(float))
+    weights = softmax(cap * np.tanh(scores / cap), mask)
+    return np.einsum("bkre,bkeh->bkrh", weights, values.astype(float))
 
 
 @pytest.mark.parametrize(

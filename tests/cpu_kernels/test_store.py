@@ -22,12 +22,7 @@ SHAPES = {
 }  # of 6 blocks each
 AXES, ENTRIES = (
     {"int16": 2, "uint16": 3, "float32": 2, "int8": 1},
-    {
-        "int16": 2,
-        "uint16": 4,
-        "float32": 1,
-        "int8": 2,
-    },
+    {"int16": 2, "uint16": 4, "float32": 1, "int8": 2},
 )
 BLOCKS = 2  # new ones for each row
 CASES = {

@@ -28,6 +28,7 @@ from kvq_jax.layer.plan import LayerPlan, LayerState
 from kvq_jax.types.array_types import LayerWeights
 from kvq_jax.types.rope import rotate
 from tests.compile_options import QUICK_COMPILE
+from tests.float64 import row_errors
 
 DIMS = CacheDims(
     num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32, hidden_size=128
@@ -372,15 +373,6 @@ def beyond_rounding(first: dict[str, np.ndarray], second: dict[str, np.ndarray])
                 f" {np.argwhere(wrong)[0][0]}"
             )
     return found
-
-
-def row_errors(actual: np.ndarray, expected: np.ndarray) -> np.ndarray:
-    """Relative error of each last-axis row; what is not finite counts as infinitely wrong."""
-    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
-    error = np.linalg.norm(actual - expected, axis=-1) / np.maximum(
-        np.linalg.norm(expected, axis=-1), 1e-30
-    )
-    return np.where(np.isfinite(error), error, np.inf)
 
 
 def agrees(actual: np.ndarray, expected: np.ndarray, tolerance: float, rows: np.ndarray) -> bool:

@@ -106,8 +106,7 @@ CASES = {
         "qwen3", {"head_dim": 16, "attention_bias": True}, spelling="rope_type"
     ),
     "mixtral": CheckpointCase(
-        "mixtral",
-        {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None},
+        "mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None}
     ),
     "qwen3_moe": CheckpointCase(
         "qwen3_moe",
@@ -165,12 +164,10 @@ GEMMA = {"sliding_window": WINDOW, "head_dim": 24, "query_pre_attn_scalar": 40}
 CASES |= {
     "mistral_window": CheckpointCase("mistral", {"sliding_window": WINDOW}),
     "qwen2_window": CheckpointCase(
-        "qwen2",
-        {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
+        "qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
     ),
     "mixtral_window": CheckpointCase(
-        "mixtral",
-        {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": WINDOW},
+        "mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": WINDOW}
     ),
     "gemma2": CheckpointCase(
         "gemma2",
@@ -180,10 +177,7 @@ CASES |= {
     "gemma3": CheckpointCase("gemma3_text", GEMMA | {"sliding_window_pattern": 2}, ROPES),
     "olmo3": CheckpointCase(
         "olmo3",
-        {
-            "sliding_window": WINDOW,
-            "layer_types": ["sliding_attention", "full_attention"],
-        },
+        {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
         {
             "full_attention": YARN | {"rope_theta": 5e5},
             "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},

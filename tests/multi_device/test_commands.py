@@ -14,12 +14,7 @@ from kvq_models.llama.checkpoint import read_config
 from kvq_tools.cli.mesh import placement_of
 
 SPEC = "kivi:recent=8,block=16"
-SHARED = (
-    "--capacity",
-    128,
-    "--max-new-tokens",
-    6,
-)  # requests of the same sizes share their programs
+SHARED = ("--capacity=128", "--max-new-tokens=6")  # requests of the same sizes share their programs
 TEXT = "the key of the cat is seven, and the key of the dog is four. " * 4
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}|{% endfor %}{% if add_generation_prompt"
@@ -62,12 +57,9 @@ def test_eval_measures_what_one_device_measures(run_json, model, tmp_path):
         model,
         "--text",
         tmp_path / "text",
-        "--cache",
-        SPEC,
-        "--window",
-        48,
-        "--batch",
-        2,
+        f"--cache={SPEC}",
+        "--window=48",
+        "--batch=2",
     )
     one, split = run_json(*request), run_json(*request, "--mesh", "rows=2,heads=2,tokens=2")
     (before,), (after,) = one["caches"], split["caches"]
@@ -99,8 +91,7 @@ REFUSED = {  # when it is read, and when a cache is placed; test_refusals.py has
 @pytest.mark.parametrize("mesh", REFUSED)
 def test_a_mesh_that_cannot_be_is_refused_before_weights_are_read(run, model, monkeypatch, mesh):
     monkeypatch.setattr(
-        "kvq_tools.cli.one_generation.load_llama",
-        lambda *_, **__: pytest.fail("weights are read"),
+        "kvq_tools.cli.one_generation.load_llama", lambda *_, **__: pytest.fail("weights are read")
     )
     code, out, told = run("generate", model, "--prompt", "the cat", "--cache", SPEC, "--mesh", mesh)
     assert (code, out) == (2, "")

@@ -111,8 +111,7 @@ def test_rows_apart_are_the_rows_alone():
 
 
 @pytest.mark.parametrize(
-    ("mesh", "number"),
-    [("heads=2,tokens=4", 1 + 2 + 2 + 1), ("tokens=3", 1 + 2 + 1)],
+    ("mesh", "number"), [("heads=2,tokens=4", 1 + 2 + 2 + 1), ("tokens=3", 1 + 2 + 1)]
 )
 def test_the_plan_of_memory_counts_the_collectives_of_a_step(mesh: str, number: int):
     """Two KV heads on eight devices: weights are split within heads, and gathered by one collective

@@ -16,6 +16,7 @@ from pallas_kernels.readers.base import Reader
 from pallas_kernels.readers.codebook import CodebookReader
 from pallas_kernels.readers.rotary import RotatedReader
 from pallas_kernels.tiles.layout import PlaneLayout, plane_layout
+from tests.float64 import rotated
 from tests.pallas_kernels.compiled import pack
 from tests.pallas_kernels.harness import Shape, StoredSide
 
@@ -69,10 +70,7 @@ class CodebookArrays:
             return rows
         tokens = np.arange(rows.shape[2]) if tokens is None else tokens
         angles = (SINK + moved + tokens)[:, None] * self.frequencies.astype(np.float64)
-        first, second = np.split(rows, 2, axis=-1)
-        cos, sin = np.cos(angles), np.sin(angles)
-        turned = first * cos - second * sin, second * cos + first * sin
-        return FACTOR * np.concatenate(turned, axis=-1)
+        return rotated(rows, angles, FACTOR)
 
     def side(self) -> StoredSide:
         rows = self.dense + self.outliers

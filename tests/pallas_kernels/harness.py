@@ -24,6 +24,7 @@ from pallas_kernels.decode_attention.tuning import TUNING, Tuning
 from pallas_kernels.launch import Launch
 from pallas_kernels.readers.base import Reader
 from tests.exhaustive import some
+from tests.float64 import row_errors, softmax
 from tests.pallas_kernels.emulator import Emulated
 from tests.pallas_kernels.lowering import lower_for_cuda
 
@@ -131,22 +132,11 @@ def _sides(case: KernelCase, batch: int, tokens: int) -> tuple[StoredSide, Store
     return case.keys(shape, 0), case.values(shape, 1)
 
 
-def row_errors(actual: Any, expected: Any) -> np.ndarray:
-    """Return the relative error of each last-axis row. Rows that are not finite are infinitely
-    wrong.
-    """
-    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
-    size = np.maximum(np.linalg.norm(expected, axis=-1), 1e-30)
-    error = np.linalg.norm(actual - expected, axis=-1) / size
-    return np.where(np.isfinite(error), error, np.inf)
-
-
 def reference(q: Any, k: np.ndarray, v: np.ndarray, limits: Sequence[int]) -> np.ndarray:
     """Return softmax(q k^T / sqrt(H)) v over the first limits[b] tokens, or zeros without any."""
     scores = np.asarray(q, np.float64) @ np.swapaxes(k, 2, 3) * k.shape[-1] ** -0.5
     seen = np.arange(k.shape[2]) < np.asarray(limits)[:, None, None, None]
-    weights = np.where(seen, np.exp(scores - scores.max(axis=-1, keepdims=True)), 0)
-    return weights @ v / np.maximum(weights.sum(axis=-1, keepdims=True), 1e-300)
+    return softmax(scores, seen) @ v
 
 
 @functools.partial(jax.jit, static_argnames=("readers", "capacity", "tuning", "launch"))
@@ -317,19 +307,12 @@ def check_values(
         assert error(rows) > 10 * case.product_tolerance, f"values {name} would pass: {error(rows)}"
 
 
-def structs(tree: Any) -> Any:
-    """Return the shapes and dtypes of arrays."""
-    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(np.shape(a), a.dtype), tree)
-
-
 def lowered_attention(case: KernelCase, launch: Launch) -> str:
     """Return the StableHLO of attention over the long arrays of a case, in its default tuning."""
     k, v = case.sides(case.long)
-    limits = jax.ShapeDtypeStruct((case.long.batch,), jnp.int32)
     return lower_for_cuda(
         lambda *args: attend((k.reader, v.reader), *args, case.long.capacity, None, launch),
-        *structs((case.queries(case.long.batch), k.arrays, v.arrays)),
-        limits,
+        *(case.queries(case.long.batch), k.arrays, v.arrays, jnp.asarray(case.long.limits)),
     )
 
 

@@ -49,11 +49,7 @@ GROUPED = (
     ),
     KernelCase("dense", grouped_side(None), grouped_side(None), 64, 4),
     KernelCase(
-        "k_dense_v2",
-        grouped_side(None),
-        grouped_side(format_of(2, "asym", "tokens", 128)),
-        128,
-        1,
+        "k_dense_v2", grouped_side(None), grouped_side(format_of(2, "asym", "tokens", 128)), 128, 1
     ),
 )
 

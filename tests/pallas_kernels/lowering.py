@@ -34,5 +34,6 @@ def cuda_lowering() -> Iterator[None]:
 
 def lower_for_cuda(function: Callable, *args: Any) -> str:
     """Return the StableHLO of a function of arrays or ShapeDtypeStructs, including its kernels."""
+    shapes = jax.eval_shape(lambda *args: args, *args)
     with cuda_lowering():
-        return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+        return jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()

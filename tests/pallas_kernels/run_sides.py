@@ -14,6 +14,7 @@ from kvq_jax.arrays.reverse_water_filling import STEPS
 from kvq_jax.codecs import kernel_readers
 from pallas_kernels.readers.base import Reader
 from pallas_kernels.tiles.layout import PlaneLayout
+from tests.float64 import rotated
 from tests.pallas_kernels.codebook_sides import FACTOR, SINK
 from tests.pallas_kernels.compiled import pack
 from tests.pallas_kernels.harness import Shape, StoredSide
@@ -60,20 +61,14 @@ def run_side(widths: str, *, keys: bool) -> Callable[[Shape, int], StoredSide]:
         rows = rows * deviation[None, :, None] + mean[None, :, None]
         frequencies = (100.0 ** (-np.arange(head_dim // 2) / (head_dim // 2))).astype(np.float32)
         arrays += [place, deviation, mean, frequencies, np.float32(FACTOR)]
-        rotated = _rotated(rows, SINK + np.arange(tokens), frequencies)
-        wrong = {"without a rotation": rows, "of other tokens": rotated[:, :, ::-1]}
+        angles = (SINK + np.arange(tokens))[:, None] * frequencies.astype(np.float64)
+        turned = rotated(rows, angles, FACTOR)
+        wrong = {"without a rotation": rows, "of other tokens": turned[:, :, ::-1]}
         spoiled = functools.partial(_spoiled, arrays, shape)
         placed = reader.placed(SINK, 32, 1)
-        return StoredSide(placed, arrays, rotated, lambda: wrong, spoiled)
+        return StoredSide(placed, arrays, turned, lambda: wrong, spoiled)
 
     return side
-
-
-def _rotated(rows: np.ndarray, positions: np.ndarray, frequencies: np.ndarray) -> np.ndarray:
-    angles = positions[:, None] * frequencies.astype(np.float64)
-    (first, second), cos, sin = np.split(rows, 2, axis=-1), np.cos(angles), np.sin(angles)
-    turned = first * cos - second * sin, second * cos + first * sin
-    return FACTOR * np.concatenate(turned, axis=-1)
 
 
 def _spoiled(

@@ -189,11 +189,6 @@ def test_looked_up_products_and_keys_give_the_same_scores(bits: tuple[int, int],
         )
 
 
-def test_an_odd_head_dim_has_no_pairs():
-    with pytest.raises(ValueError, match=r"\Ahead_dim 33 has no pairs"):
-        kvq.cache.layout("polarquant", CacheDims(1, 4, 2, 33, 132), 1, 256)
-
-
 def test_cosines_are_made_for_groups_and_not_for_tokens(monkeypatch: pytest.MonkeyPatch):
     """The largest array in a computation that makes a cosine: XLA on CPUs likes to make each one
     where it is used. Without the loop over cosine and sine, with 3 bits, it does (20 times

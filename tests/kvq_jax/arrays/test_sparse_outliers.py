@@ -110,24 +110,6 @@ def test_slots_are_those_of_the_papers_quantile_rule(fraction: float, width: int
         )
 
 
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ("kvquant:outliers=0.7", "must be 0, or a fraction below 0.5"),
-        ("kvquant:outliers=-0.1", "outliers=-0.1 must be finite and not negative"),
-        ("kvquant:outliers=some", "cannot be read; expected float"),
-        ("kvquant:slots=0", "slots=0 leaves no place for outliers: outliers=0 turns them off"),
-        ("kvquant:qnorm=true,datatype=nf", "qnorm=true needs datatype=nuq"),
-        ("kvquant:bits=8", "choose from 2, 3, 4"),
-        ("int4:group_size=24", r"KV width of 2 heads of 32; sizes: 1, 2, 4, 8, 16, 32, 64"),
-    ],
-)
-def test_options_that_fit_no_cache_are_refused_in_one_line(spec: str, message: str):
-    with pytest.raises(ValueError, match=message) as refused:
-        kvq.cache.layout(spec, CacheDims(1, 4, 2, 32, 128), 1, 64)
-    assert "\n" not in str(refused.value)
-
-
 def test_a_fraction_that_is_named_as_usable_is_usable():
     for width in (48, 64, 100, 1000, 1024):
         assert outliers_per_side(smallest_fraction(width), width) == 1

@@ -55,10 +55,7 @@ BY_KERNEL = Route("pallas", INTERPRETED)
 ON_A_GPU = Route("pallas", Launch(), only_on="cuda")
 
 prefill = jax.jit(
-    prefill_layer,
-    static_argnums=0,
-    static_argnames="route",
-    compiler_options=QUICK_COMPILE,
+    prefill_layer, static_argnums=0, static_argnames="route", compiler_options=QUICK_COMPILE
 )
 decode = jax.jit(
     decode_layer, static_argnums=0, static_argnames="route", compiler_options=QUICK_COMPILE

@@ -63,12 +63,7 @@ def run(spec: str, route: Route) -> tuple[list[jax.Array], LayerState, LayerPlan
         after = np.minimum(lengths + 1, CAPACITY)
         after[RESTING] -= step % 3 == 0
         out, state, _ = decode(
-            plan,
-            parameters_of(plan),
-            state,
-            tokens().window(lengths, after, 1),
-            (),
-            route=route,
+            plan, parameters_of(plan), state, tokens().window(lengths, after, 1), (), route=route
         )
         outputs.append(jnp.where((after > lengths)[:, None, None, None], out, 0))
         lengths = after
@@ -102,11 +97,7 @@ def compare(spec: str, route: Route) -> None:
 
 
 @pytest.mark.parametrize(
-    "spec",
-    some(
-        SPECS,
-        ("innerq:bits=2,recent=100", "kivi:bits=4,pre_rope=true", MIXED, OUTLIERS),
-    ),
+    "spec", some(SPECS, ("innerq:bits=2,recent=100", "kivi:bits=4,pre_rope=true", MIXED, OUTLIERS))
 )
 def test_steps_are_those_of_xla(spec):
     compare(spec, Route("pallas", Launch(interpret=True)))

@@ -31,14 +31,7 @@ from tests.kvq_jax.layer_runs import (
     run,
     sequences,
 )
-from tests.kvq_jax.windowed_runs import (
-    SINKS,
-    SPECIAL,
-    WINDOW,
-    empty,
-    held_codes,
-    tokens_with_sinks,
-)
+from tests.kvq_jax.windowed_runs import SINKS, SPECIAL, WINDOW, empty, held_codes, tokens_with_sinks
 from tests.methods_table import METHOD_CASES, MethodCase, cases
 
 attend_reference = quick_jit(reference.attend, static_argnums=4)

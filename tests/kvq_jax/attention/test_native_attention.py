@@ -45,9 +45,7 @@ SERVED = [
 ]
 # tests/cpu_kernels reads every layout
 each = pytest.mark.parametrize(
-    "case",
-    some(SERVED, [case for case in SERVED if case in ONE_OF_EACH]),
-    ids=lambda case: case.id,
+    "case", some(SERVED, [case for case in SERVED if case in ONE_OF_EACH]), ids=lambda case: case.id
 )
 
 

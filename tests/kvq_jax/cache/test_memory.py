@@ -126,9 +126,7 @@ def test_chunks_read_follow_the_live_length():
         CountedCodec("k", 32, "float32"), plan.v, plan.regions, plan.heads, plan.head_dim
     )
     step = jax.jit(
-        functools.partial(decode_layer, route=XLA),
-        static_argnums=0,
-        compiler_options=QUICK_COMPILE,
+        functools.partial(decode_layer, route=XLA), static_argnums=0, compiler_options=QUICK_COMPILE
     )
     rows = jnp.ones((2, 2, 1, 32), jnp.float32)
     for longest, chunks in (

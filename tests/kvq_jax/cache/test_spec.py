@@ -202,39 +202,6 @@ def test_errors_are_one_line_and_list_what_is_allowed(text: str, parts: tuple[st
     assert all(part in str(error.value) for part in parts), str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("spec", "parts"),
-    [
-        (
-            "kivi:group_size=48,block=48",
-            ("group_size=48", "head_dim (64)", "1, 2, 4, 8, 16, 32, 64"),
-        ),
-        ("innerq:group_size=16,block=24", ("group_size=16", "block of tokens (24)")),
-        ("innerq:mode=sym,storage=slot", ("storage=slot is for hybrid groups", "mode=sym")),
-        (
-            "k=dense+v=innerq:group_size=64,storage=slot+cache:block=64",
-            ("storage=slot has 32 bits", "group_size=64"),
-        ),
-        ("kivi:skip_layers=4", ("layer 4", "0 to 3")),
-        ("kivi:bits=8@50-60/2", ("kivi:bits", "layer 60", "0 to 3")),
-        ("k=dense+v=innerq:bits=3@0/3@2-4/2", ("innerq:bits", "layer 4", "0 to 3")),
-        (
-            "dense:subtract_bias=true",
-            ("subtract_bias=true", "dense", "keeps keys in full precision"),
-        ),
-        ("xquant:subtract_bias=true", ("subtract_bias=true", "xquant", "caches no keys")),
-        (
-            "k=dense+v=kivi+cache:subtract_bias=true",
-            ("subtract_bias=true", "keeps keys in full precision"),
-        ),
-    ],
-)
-def test_options_that_do_not_fit_the_model_are_refused(spec: str, parts: tuple[str, ...]):
-    with pytest.raises(ValueError, match=ONE_LINE) as error:
-        kvq.init_cache(spec, DIMS, 1, 64)
-    assert all(part in str(error.value) for part in parts), str(error.value)
-
-
 def test_a_spec_built_by_hand_is_checked_before_it_is_used():
     polar, dense = (kvq.methods.METHODS[name] for name in ("polarquant", "dense"))
     for spec, message in (

@@ -15,6 +15,7 @@ from kvq_jax.codecs.bias_subtracting import BiasSubtracting, check_bias
 from kvq_jax.codecs.dots import dot_rows
 from kvq_jax.types.rope import rotate
 from tests.exhaustive import some
+from tests.float64 import rotated
 from tests.kvq_jax.layer_runs import (
     DIMS,
     Sequences,
@@ -130,13 +131,8 @@ def test_scores_are_those_of_the_restored_keys_and_grow_by_the_biass_share(spec:
     angles = np.asarray(positions, np.float64)[..., None] * np.asarray(
         tokens.rope.inverse_frequencies, np.float64
     )
-    cos, sin = 1.25 * np.cos(angles)[:, None], 1.25 * np.sin(angles)[:, None]
-    first, second = np.split(constant().astype(np.float64)[None, :, None], 2, axis=-1)
-    share = np.einsum(
-        "bkrh,bkch->bkrc",
-        q,
-        np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1),
-    )
+    turned = rotated(constant()[None, :, None], angles[:, None], 1.25)
+    share = np.einsum("bkrh,bkch->bkrc", q, turned)
     error = np.where(same, np.abs(found[1] - found[0] - share), 0).max() / np.abs(share).max()
     assert same.mean() > 0.9, "too few tokens kept their codes"
     assert error < 1e-4, f"{error:.1e} of the largest share"

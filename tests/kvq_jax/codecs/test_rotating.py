@@ -75,20 +75,6 @@ def test_it_is_an_option_of_each_side_and_of_rows_that_are_quantized():
         assert "rotate" not in names[:-1], f"{method.name} lists it among its own"
 
 
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ("dense:rotate=true", "unknown option 'rotate' of dense"),
-        ("xquant:rotate=true", "unknown option 'rotate' of xquant"),
-        ("polarquant:rotate=true", "unknown option 'rotate' of polarquant"),
-        ("squat:ahead=16,rotate=true", "ahead=16 turns queries by RoPE"),
-    ],
-)
-def test_where_it_has_no_meaning_it_is_refused(spec: str, message: str):
-    with pytest.raises(ValueError, match=rf"\A{message}[^\n]*\Z"):
-        kvq.init_cache(spec, DIMS, 1, 64)
-
-
 def test_kernels_read_rotated_rows_after_rope():
     for kernels in ("pallas", "native"):
         assert (

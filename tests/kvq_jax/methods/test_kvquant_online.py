@@ -70,9 +70,7 @@ def test_ranges_of_a_prompt_replace_those_of_the_calibration_and_stand_back_wher
     stats[0, :, :, 7] = np.asarray([0.0, 3.0, 3.0, 3.0])  # a channel that is constant in the prompt
     read = np.asarray(
         plan.k.dequantize(
-            params,
-            jnp.asarray(stats),
-            plan.k.quantize(params, jnp.asarray(stats), rows, PROMPT),
+            params, jnp.asarray(stats), plan.k.quantize(params, jnp.asarray(stats), rows, PROMPT)
         )
     )
     other = np.asarray(
@@ -92,12 +90,8 @@ def test_ranges_of_a_prompt_replace_those_of_the_calibration_and_stand_back_wher
     )
 
 
-def test_what_cannot_be_is_refused_or_has_a_reason():
+def test_keys_with_ranges_of_their_prompt_have_no_kernel_and_the_same_calibration():
     dims = CacheDims(1, 4, 2, 64, 256)
-    with pytest.raises(ValueError, match="channel_ranges=prompt needs thresholds=vector"):
-        kvq.cache.layout(
-            "kvquant:channel_ranges=prompt,thresholds=matrix,outliers=0.1", dims, 1, 64
-        )
     online, other = (
         kvq.cache.layout(f"kvquant:outliers=0.04,channel_ranges={r}", dims, 1, 64).plans[0]
         for r in ("prompt", "calibrated")

@@ -224,32 +224,3 @@ def test_every_preset_fits_a_model_of_head_dim_128(method):
         spec.layer(0, CacheDims(1, 8, 2, 128, 1024), 256, "bfloat16")
         assert (spec.sink, spec.recent, spec.block) == (0, 0, 32)
     assert len(set(specs.values())) > 1
-
-
-@pytest.mark.parametrize(
-    ("spec", "parts"),
-    [
-        (
-            "squat:preset=gpt",
-            (
-                "preset=gpt",
-                "lm-eval, llama-2-7b-longbench, llama-3.1-8b-longbench, mistral-7b-v0.3-longbench",
-            ),
-        ),
-        ("kivi:preset=lm-eval", ("'preset'", "kivi")),
-        ("squat:presets=lm-eval", ("'presets'", "preset, sink")),
-        ("squat:bits=8", ("bits=8", "2, 3, 4")),
-        ("squat:rank=0", ("rank=0", "head_dim (32)")),
-        ("squat:rank=33", ("rank=33", "head_dim (32)")),
-        ("squat:lam=-1", ("lam=-1",)),
-        ("squat:lam=nan", ("lam=nan",)),
-        ("squat:ahead=-1", ("ahead=-1",)),
-        ("squat_pre:ahead=8", ("'ahead'", "queries")),
-        ("squat:block_channels=32", ("block_channels=32", "head_dim 32", "kivi")),
-    ],
-)
-def test_errors_name_what_is_wrong_and_what_is_allowed(spec: str, parts: tuple[str, ...]):
-    with pytest.raises(ValueError, match=r"\A[^\n]+\Z") as error:
-        kvq.init_cache(spec, DIMS, 1, 64)
-    for part in parts:
-        assert part in str(error.value)

@@ -166,24 +166,6 @@ def test_a_budget_is_what_is_stored(bits: float, dims: CacheDims):
     assert kvq.size.body_bits_per_element(f"waterfill:bits={bits}", dims) <= bits
 
 
-@pytest.mark.parametrize(
-    ("spec", "words"),
-    [
-        ("waterfill:bits=0.3", ("bits=0.3", "32 channels", "between")),
-        ("waterfill:bits=9", ("bits=9", "between")),
-        ("waterfill:k_widths=1234", ("k_widths=1234", "widest first")),
-        ("waterfill:v_widths=9100", ("v_widths=9100", "at most 8 bits")),
-        ("waterfill:v_widths=221", ("v_widths=221", "3 chunks", "RoPE pairs")),
-    ],
-)
-def test_what_does_not_fit_is_refused_in_one_line(spec: str, words: tuple[str, ...]):
-    with pytest.raises(ValueError, match=r"bits=|widths=") as refused:
-        kvq.init_cache(spec, CacheDims(1, 2, 1, 32, 64), 1, 256)
-    message = str(refused.value)
-    assert "\n" not in message
-    assert all(word in message for word in words), message
-
-
 @pytest.mark.parametrize("side", [fit.keys, fit.values])
 def test_rows_that_determine_nothing_are_refused(side):
     rows = correlated(9, 8)

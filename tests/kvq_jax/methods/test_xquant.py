@@ -99,11 +99,7 @@ def weights_of(wk: np.ndarray, wv: np.ndarray) -> LayerWeights:
 
 
 def round_trips(
-    spec: str,
-    dims: CacheDims,
-    x: np.ndarray,
-    wk: np.ndarray,
-    wv: np.ndarray,
+    spec: str, dims: CacheDims, x: np.ndarray, wk: np.ndarray, wv: np.ndarray
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """(K before RoPE, V), [T, K * H], of every layer as a cache of `spec` returns them."""
     plans = kvq.cache.layout(spec, dims, 1, x.shape[1]).plans

@@ -38,33 +38,6 @@ def test_sizes_are_those_of_the_papers_tables(dims: CacheDims, spec: str, paper:
     assert round(kvq.size.body_bits_per_element(spec, dims) / 16, 2) == paper
 
 
-@pytest.mark.parametrize(
-    ("spec", "dims", "message"),
-    [
-        ("k=xquant+v=kivi", LLAMA_2_7B, "keeps one body for keys and values"),
-        ("k=dense+v=xquant_cl:base_layer=0", LLAMA_3_8B, "keeps one body for keys and values"),
-        (
-            "xquant_cl:skip_layers=5",
-            LLAMA_3_8B,
-            "skip_layers names layer 5: layers in full precision must lie before layer 2",
-        ),
-        (
-            "xquant_cl:base_layer=40",
-            LLAMA_3_8B,
-            "starts at layer 40, but the model has layers 0 to 31",
-        ),
-        ("k=xquant:bits=4+v=xquant:bits=2", LLAMA_2_7B, "keeps one body for keys and values"),
-        ("xquant:exact_outlier_channel=true", LLAMA_2_7B, "about latents of keys"),
-        ("xquant_cl:reading=residual_stream,latent=true", LLAMA_3_8B, "needs latent=false"),
-        ("xquant:group_size=96,latent=false", LLAMA_3_8B, "group_size=96 does not divide the row"),
-    ],
-)
-def test_what_cannot_be_is_refused_in_one_line(spec: str, dims: CacheDims, message: str):
-    with pytest.raises(ValueError, match=message) as caught:
-        kvq.cache.layout(spec, dims, 1, 1024)
-    assert "\n" not in str(caught.value)
-
-
 def test_other_methods_mix_with_latents_and_with_exact_layers_before_the_base():
     assert kvq.cache.layout("k=xquant+v=kivi:bits=4", LLAMA_3_8B, 1, 1024).plans[0].names == (
         "k",

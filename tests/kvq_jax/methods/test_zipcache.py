@@ -14,7 +14,6 @@ from kvq_jax.methods.zipcache.codec import ZipCodec
 from kvq_jax.methods.zipcache.saliency import probe_positions, probes_of, saliency
 from tests.kvq_jax.methods.test_golden import compare_numbers, golden
 
-DIMS = kvq.CacheDims(1, 4, 2, 32, 128)
 TOKENS = 24
 
 
@@ -114,21 +113,3 @@ def test_codes_are_those_of_the_public_code():
     compare_numbers(
         decoded, np.concatenate([data["v_deq"][0, h, both[h]] for h in range(2)], axis=-1)
     )
-
-
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ("zipcache:block=20", "block=20 must be a multiple of 8"),
-        ("zipcache:unimportant_ratio=1", "unimportant_ratio=1 leaves one kind of tokens"),
-        ("zipcache:probes=0", "probes=0 tells nothing"),
-        (
-            "zipcache:subtract_bias=true",
-            "subtract_bias=true has no meaning for keys of zipcache, which share a row with values",
-        ),
-        ("k=zipcache+v=kivi", r"'k=zipcache\+v=kivi.*use it for both"),
-    ],
-)
-def test_what_does_not_fit_is_refused(spec: str, message: str):
-    with pytest.raises(ValueError, match=rf"\A{message}[^\n]*\Z"):
-        kvq.init_cache(spec, DIMS, 1, 256)

@@ -21,10 +21,7 @@ from tests.kvq_models.checkpoints import random_llama, random_tokens, row_errors
 CAPACITY = 96
 LENGTH = 72
 # the same for many tests, which share programs
-KIVI, INNERQ = (
-    "kivi:bits=4,recent=8,block=8",
-    "innerq:bits=3,sink=4,recent=8,block=8",
-)
+KIVI, INNERQ = ("kivi:bits=4,recent=8,block=8", "innerq:bits=3,sink=4,recent=8,block=8")
 SPECS = ("dense", KIVI, f"{KIVI},pre_rope=true", INNERQ)
 EIGHT_BITS = "k=kivi:bits=8,pre_rope=true+v=innerq:bits=8+cache:recent=8,block=8,sink=2"
 step = jax.jit(decode_step, donate_argnames="cache")

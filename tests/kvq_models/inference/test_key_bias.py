@@ -17,10 +17,7 @@ from tests.kvq_models.checkpoints import random_llama, random_tokens, tiny_confi
 
 LENGTH = 64
 # and how many times the error grows, at least
-COLLAPSING = [
-    ("int4:block=8", 4),
-    ("innerq:bits=4,sink=0,recent=0,block=8", 2),
-]
+COLLAPSING = [("int4:block=8", 4), ("innerq:bits=4,sink=0,recent=0,block=8", 2)]
 jitted_forward = jax.jit(forward)
 
 

@@ -81,10 +81,7 @@ def test_parameters_made_for_other_options_are_refused_by_name(
         assert str(kvq.parse(used_with)) in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("made_for", "used_with"),
-    some(SERVED, SERVED[1:3]),
-)
+@pytest.mark.parametrize(("made_for", "used_with"), some(SERVED, SERVED[1:3]))
 def test_parameters_serve_every_cache_that_needs_the_same_ones_or_none(
     made_for: str, used_with: str, work
 ):

@@ -50,10 +50,7 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[np.ndarray], Encoded]]] = {
     "fp8_blocks_powers": (
         {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [16, 32]},
         partial(
-            scaled,
-            block=(16, 32),
-            scale="weight_scale_inv",
-            scale_dtype=ml_dtypes.float8_e8m0fnu,
+            scaled, block=(16, 32), scale="weight_scale_inv", scale_dtype=ml_dtypes.float8_e8m0fnu
         ),
     ),
     "fp8_tensor": (
@@ -94,10 +91,7 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[np.ndarray], Encoded]]] = {
         packed_group(symmetric=False),
         partial(published.packed, symmetric=False, packed_zeros=False),
     ),
-    "int4_act_order": (
-        packed_group(actorder="group"),
-        partial(published.packed, act_order=True),
-    ),
+    "int4_act_order": (packed_group(actorder="group"), partial(published.packed, act_order=True)),
     "int8_packed": (
         packed_group(num_bits=8, strategy="channel", group_size=None),
         partial(published.packed, bits=8, size=ALL),
@@ -105,10 +99,7 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[np.ndarray], Encoded]]] = {
     "awq": (AWQ, published.awq),
     "gptq": (GPTQ, published.gptq),
     "gptq_act_order": (GPTQ | {"desc_act": True}, partial(published.gptq, act_order=True)),
-    "gptq_v2": (
-        GPTQ | {"checkpoint_format": "gptq_v2"},
-        partial(published.gptq, less_one=False),
-    ),
+    "gptq_v2": (GPTQ | {"checkpoint_format": "gptq_v2"}, partial(published.gptq, less_one=False)),
     "gptq_8_bits": (GPTQ | {"bits": 8}, partial(published.gptq, bits=8)),
     "nf4": (NF4, published.nf4),
     "nf4_nested": (NF4, partial(published.nf4, nested=True)),

@@ -14,11 +14,7 @@ from kvq_models.llama.checkpoint import CheckpointError, load_llama, open_checkp
 from kvq_models.llama.hf_directory import load_tokenizer
 from kvq_models.llama.rope import rope_for
 from kvq_models.llama.rope_config import RopeConfig
-from tests.kvq_models.checkpoints import (
-    STORIES,
-    random_llama,
-    tiny_config,
-)
+from tests.kvq_models.checkpoints import STORIES, random_llama, tiny_config
 from tests.kvq_models.gguf_files import byte_level, write_gguf
 
 
@@ -38,10 +34,7 @@ def refusal(path: pathlib.Path) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("kind", "error"),
-    [("BF16", 8e-3), ("Q8_0", 1e-2), ("Q4_1", 0.1)],
-)
+@pytest.mark.parametrize(("kind", "error"), [("BF16", 8e-3), ("Q8_0", 1e-2), ("Q4_1", 0.1)])
 def test_matrices_are_the_numbers_that_their_blocks_stand_for(
     kind: str, error: float, tmp_path: pathlib.Path
 ):

@@ -74,11 +74,7 @@ MODELS = {
     "olmo3": (
         "olmo2",
         tiny_config(
-            "olmo3",
-            sliding_window=8,
-            num_hidden_layers=4,
-            rope_theta=5e5,
-            rope_scaling=YARN,
+            "olmo3", sliding_window=8, num_hidden_layers=4, rope_theta=5e5, rope_scaling=YARN
         ),
     ),
     "phi3": (

@@ -95,15 +95,7 @@ def test_dynamic_rope_beyond_the_trained_length_equals_transformers_at_the_capac
     assert frozen_at_64.max() > 10 * TOLERANCE, "the base does not depend on the capacity"
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "llama_llama3",
-        "llama_yarn_new",
-        "qwen2_tied_gqa7",
-        "qwen3",
-    ],
-)
+@pytest.mark.parametrize("name", ["llama_llama3", "llama_yarn_new", "qwen2_tied_gqa7", "qwen3"])
 def test_a_saved_model_is_loaded_back_by_transformers_with_the_same_logits(name, tmp_path):
     from transformers import AutoModelForCausalLM
 

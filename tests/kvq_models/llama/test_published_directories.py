@@ -16,7 +16,6 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 from kvq_models.llama import hf_names
 from kvq_models.llama.checkpoint import load_llama, open_checkpoint, read_config, save_llama
-from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.generation_defaults import GenerationDefaults, of_hf
 from kvq_models.llama.hf_tokenizer import MIXED_TEXT, load_tokenizer
 from tests.kvq_models.checkpoints import SIZES, random_llama, tiny_config
@@ -174,32 +173,6 @@ def test_sampling_settings_that_cannot_be_used_are_named():
             "top_p=1.5",
         ),
     )
-
-
-@pytest.mark.parametrize(
-    ("field", "message"),
-    [
-        (
-            {"quantization_config": {"quant_method": "hqq", "bits": 4}},
-            "quantization_config has quant_method='hqq', bits='4', which is not supported",
-        ),
-        (
-            {"quantization_config": {"quant_method": "compressed-tensors", "format": "pack"}},
-            "quant_method='compressed-tensors', format='pack'",
-        ),
-        ({"num_local_experts": 8}, "num_local_experts=8 is not supported; supported: 0 or none"),
-        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 is not supported"),
-        ({"no_rope_layers": [1, 0]}, "no_rope_layers=[1, 0] is not supported"),
-        ({"embedding_multiplier": 12}, "embedding_multiplier=12 is not supported"),
-    ],
-)
-def test_a_configuration_that_would_be_computed_wrongly_is_refused(field: dict, message: str):
-    hf = SIZES | {"model_type": "llama"}
-    with pytest.raises(NotImplementedError) as caught:
-        LlamaConfig.from_hf(hf | field)
-    assert message in str(caught.value)
-    neutral = {"num_local_experts": 0, "embedding_multiplier": 1.0, "use_qk_norm": False}
-    assert LlamaConfig.from_hf(hf | neutral) == LlamaConfig.from_hf(hf)
 
 
 def same_weights(directory: pathlib.Path, wanted: Any) -> bool:

@@ -17,13 +17,7 @@ from kvq_models.llama.quantized.gptq import Gptq
 from tests.kvq_models.checkpoints import random_llama, tiny_config
 from tests.kvq_models.llama import published
 from tests.kvq_models.llama.published import Encoded
-from tests.kvq_models.llama.published_cases import (
-    CASES,
-    GPTQ,
-    Q_PROJ,
-    packed_group,
-    publish,
-)
+from tests.kvq_models.llama.published_cases import CASES, GPTQ, Q_PROJ, packed_group, publish
 from tests.kvq_models.llama.saved_checkpoint import change_tensors, refusal
 
 

@@ -216,12 +216,9 @@ def talking(endless, tmp_path, run, monkeypatch):
         return run(
             "chat",
             directory,
-            "--cache",
-            CACHE,
-            "--dtype",
-            "float32",
-            "--max-new-tokens",
-            NEW,
+            f"--cache={CACHE}",
+            "--dtype=float32",
+            f"--max-new-tokens={NEW}",
             *arguments,
         )
 

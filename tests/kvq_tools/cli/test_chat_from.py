@@ -4,29 +4,13 @@ and is not read again."""
 from __future__ import annotations
 
 import io
-import json
 import pathlib
-import shutil
 
 import pytest
 
 TEXT = "the key of the cat is 17, that of the dog 5; " * 2
 QUESTION, NEXT = "the key of the dog is", "and of the cat?"
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}|{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
 FEW = ("--max-new-tokens", 6)
-
-
-@pytest.fixture(scope="module")
-def talker(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """The model with a chat template that strips messages, as Llama 3's does."""
-    directory = tmp_path_factory.mktemp("talker") / "model"
-    shutil.copytree(model, directory)
-    path = directory / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": TEMPLATE}))
-    return directory
 
 
 @pytest.fixture

@@ -13,13 +13,7 @@ import kvq_jax as kvq
 from kvq_jax.attention import dispatch
 from kvq_models import generate, load_llama, right_padded
 from kvq_models.llama.checkpoint import read_config
-from kvq_tools.cli import (
-    console,
-    inputs,
-    layer_times,
-    one_generation,
-    text_input,
-)
+from kvq_tools.cli import console, inputs, layer_times, one_generation, text_input
 from kvq_tools.cli.console import printable
 from kvq_tools.cli.options import demo as demo_options
 from kvq_tools.cli.options import values
@@ -34,14 +28,10 @@ def generate_arguments(directory, *more):
     return (
         "generate",
         directory,
-        "--prompt",
-        PROMPT,
-        "--cache",
-        CACHE,
-        "--max-new-tokens",
-        NEW,
-        "--dtype",
-        "float32",
+        f"--prompt={PROMPT}",
+        f"--cache={CACHE}",
+        f"--max-new-tokens={NEW}",
+        "--dtype=float32",
         *more,
     )
 
@@ -191,12 +181,9 @@ def test_demo_measures_every_cache_on_the_shipped_passage(model, run_json, monke
         "demo",
         "--model",
         model,
-        "--context",
-        96,
-        "--new-tokens",
-        8,
-        "--cache",
-        "dense",
+        "--context=96",
+        "--new-tokens=8",
+        "--cache=dense",
         "--cache",
         tight,
     )
@@ -226,12 +213,9 @@ def test_generate_drafts_the_same_text_and_tells_the_steps(model, run, run_json)
     prompt = (
         "generate",
         model,
-        "--prompt",
-        "the cat is the cat is the cat",
-        "--cache",
-        "kivi:bits=2",
-        "--max-new-tokens",
-        24,
+        "--prompt=the cat is the cat is the cat",
+        "--cache=kivi:bits=2",
+        "--max-new-tokens=24",
     )
     plain, drafted = run_json(*prompt), run_json(*prompt, "--draft", 3)
     assert drafted["tokens"] == plain["tokens"]

@@ -24,6 +24,7 @@ from kvq_models.calibration import fit
 from kvq_tools.cli import main
 from laboratory.embedded_model.tokenizer import save_tokenizer, train_tokenizer
 from tests.kvq_models.checkpoints import random_llama, tiny_config
+from tests.kvq_tools.cli.test_cli_errors import assert_one_line_error
 
 SPEC = "kvquant:bits=2,outliers=0.1,block=8"
 PROMPT = "the key of the cat is seven, and the key of the dog is"
@@ -78,15 +79,6 @@ def waterfill_file(model, tmp_path_factory):
     return path
 
 
-def assert_one_line_error(result, message):
-    code, out, err = result
-    errors = [line for line in err.splitlines() if line.startswith("kvq: error: ")]
-    assert (code, out) == (2, ""), f"{code=} {out=} {err=}"
-    assert len(errors) == 1, err
-    assert message in errors[0], errors[0]
-    assert "Traceback" not in err
-
-
 def no_weights(monkeypatch, *modules):
     def stop(*_, **__):
         raise ValueError("weights were read")
@@ -121,11 +113,9 @@ def test_calibrate_writes_the_librarys_file_says_what_it_is_and_clears_up(
     ]
     assert found["loss"] == expected.origin.loss
     assert found["seconds"] > 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "f.safetensors",
-        "library",
-        "w",
-    ], "OUT.work was left behind"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["f.safetensors", "library", "w"], (
+        "OUT.work was left behind"
+    )
 
 
 def test_ctrl_c_says_how_to_go_on_and_the_same_command_then_writes_the_same_file(
@@ -169,14 +159,10 @@ def test_generate_with_a_calibration_gives_the_librarys_tokens(model, file, run_
     arguments = (
         "generate",
         model,
-        "--prompt",
-        PROMPT,
-        "--cache",
-        SPEC,
-        "--max-new-tokens",
-        16,
-        "--dtype",
-        "float32",
+        f"--prompt={PROMPT}",
+        f"--cache={SPEC}",
+        "--max-new-tokens=16",
+        "--dtype=float32",
     )
     found = run_json(*arguments, "--calibration", file)
     llama, tokenizer = load_llama(model, dtype="float32")
@@ -266,14 +252,12 @@ def test_a_cache_that_leaves_open_what_its_calibration_decides_is_told_so(
         code, _, err = run(
             "generate",
             model,
-            "--prompt",
-            PROMPT,
+            f"--prompt={PROMPT}",
             "--cache",
             cache,
             "--calibration",
             out,
-            "--max-new-tokens",
-            2,
+            "--max-new-tokens=2",
         )
         assert "weights were read" in err, code
         assert (f"--cache '{used}' uses it" in err) == warned

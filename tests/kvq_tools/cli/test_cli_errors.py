@@ -34,8 +34,7 @@ def test_a_cache_without_room_beside_the_model_is_one_line_that_names_its_bytes(
         "generate", bare, "--prompt-ids", "1,2", "--capacity", "4096", "--max-new-tokens", "8"
     )
     assert_one_line_error(
-        result,
-        "a cache of 4096 tokens, which takes 1.00 MiB, beside the model: RESOURCE_EXHAUSTED",
+        result, "a cache of 4096 tokens, which takes 1.00 MiB, beside the model: RESOURCE_EXHAUSTED"
     )
 
 
@@ -43,12 +42,9 @@ def test_an_implementation_that_cannot_run_is_one_line_before_anything_is_loaded
     arguments = (
         "generate",
         bare,
-        "--prompt-ids",
-        "1,2",
-        "--cache",
-        "kivi:pre_rope=true",
-        "--implementation",
-        "pallas",
+        "--prompt-ids=1,2",
+        "--cache=kivi:pre_rope=true",
+        "--implementation=pallas",
     )
     assert_one_line_error(run(*arguments), "implementation='pallas' cannot run: ")
 

@@ -59,10 +59,8 @@ def arguments(model, cache: str = CACHE) -> list[str]:
         ",".join(map(str, ids)),
         "--cache",
         cache,
-        "--max-new-tokens",
-        NEW,
-        "--dtype",
-        "float32",
+        f"--max-new-tokens={NEW}",
+        "--dtype=float32",
     ]
 
 

@@ -125,9 +125,7 @@ FULL = "kvq: error: stdout cannot be written: No space left on device"
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
 @pytest.mark.parametrize(
-    ("arguments", "unbuffered"),
-    [(MEMORY, "1"), (("--help",), "")],
-    ids=["unbuffered", "buffered"],
+    ("arguments", "unbuffered"), [(MEMORY, "1"), (("--help",), "")], ids=["unbuffered", "buffered"]
 )
 def test_a_full_device_is_one_line(arguments, unbuffered):
     assert_one_line(process(*arguments, redirect=">/dev/full", unbuffered=unbuffered), FULL)

@@ -17,12 +17,9 @@ COMMANDS = {
     "generate": (
         "generate",
         "{model}",
-        "--prompt",
-        PROMPT,
-        "--cache",
-        CACHE,
-        "--max-new-tokens",
-        "2",
+        f"--prompt={PROMPT}",
+        f"--cache={CACHE}",
+        "--max-new-tokens=2",
     ),
     "eval": ("eval", "{model}", "--cache", CACHE, *TEXT),
 }

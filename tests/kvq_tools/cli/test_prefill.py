@@ -77,12 +77,9 @@ def test_the_tokens_are_those_of_one_process(
     other = run_json(
         "generate",
         model,
-        "--prompt",
-        PROMPT,
-        "--cache",
-        "kivi:bits=2,recent=8,block=32",
-        "--capacity",
-        128,
+        f"--prompt={PROMPT}",
+        "--cache=kivi:bits=2,recent=8,block=32",
+        "--capacity=128",
         *SAMPLED,
     )
     assert other["tokens"] != whole["tokens"], "every cache gives these tokens"

@@ -3,13 +3,10 @@ the saved text is not read again."""
 
 from __future__ import annotations
 
-import json
 import pathlib
-import shutil
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import kvq_jax as kvq
 from kvq_models import generate, load_llama, prefill
@@ -18,20 +15,6 @@ TEXT = "the key of the cat is 17, that of the dog 5; " * 3
 QUESTIONS = ("the key of the dog is", "the cat is")
 QUANTIZED = "kivi:bits=2,recent=8,block=8"
 FEW = ("--max-new-tokens", 12)
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}|{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
-
-
-@pytest.fixture(scope="module")
-def talker(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """The model with a chat template that strips messages, as Llama 3's does."""
-    directory = tmp_path_factory.mktemp("talker") / "model"
-    shutil.copytree(model, directory)
-    path = directory / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": TEMPLATE}))
-    return directory
 
 
 def saved(run_json, model: pathlib.Path, out: pathlib.Path, *options: object) -> pathlib.Path:

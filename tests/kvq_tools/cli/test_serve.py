@@ -25,13 +25,10 @@ def serving(model: pathlib.Path, tmp_path: pathlib.Path):
     arguments = [
         "serve",
         str(model),
-        "--cache",
-        "kivi:bits=2",
-        "--port",
-        "0",
+        "--cache=kivi:bits=2",
+        "--port=0",
         *size,
-        "--name",
-        "tiny",
+        "--name=tiny",
         "--json",
     ]
     arguments += ["--prefix-dir", str(tmp_path / "prefixes"), "--prefix-disk", "1MiB"]
@@ -80,10 +77,7 @@ def test_a_server_answers_what_it_accepted_after_sigterm(serving, tmp_path: path
             "POST",
             "/v1/completions",
             json.dumps(fields),
-            {
-                "authorization": "Bearer from-the-environment",
-                "content-type": "application/json",
-            },
+            {"authorization": "Bearer from-the-environment", "content-type": "application/json"},
         )
         connections.append(connection)
     answers = [connection.getresponse() for connection in connections]  # headers: all are accepted

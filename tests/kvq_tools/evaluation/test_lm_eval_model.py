@@ -211,10 +211,7 @@ def test_rolling_windows_predict_each_token_once(make, paragraphs):
     assert len(ids) > 81
     found = lm.loglikelihood_rolling(instances((text,)), disable_tqdm=True)
     # of windows of 40 inputs; the last one scores what is left
-    ends = [
-        *range(41, len(ids), 40),
-        len(ids),
-    ]
+    ends = [*range(41, len(ids), 40), len(ids)]
     starts = [1, *ends[:-1]]
     expected = sum(
         exact(lm, ids[max(0, end - 41) : start], ids[start:end])[0]

@@ -12,11 +12,7 @@ from kvq_tools.evaluation.tasks import niah, ruler
 from tests.kvq_tools.evaluation.task_samples import embedded_prompts, prompt_text
 
 # the embedded model's tokens are short
-LENGTHS = {
-    "vt": (1400, 2800),
-    "cwe": (2400, 5800),
-    "fwe": (600, 1200),
-}
+LENGTHS = {"vt": (1400, 2800), "cwe": (2400, 5800), "fwe": (600, 1200)}
 
 
 def puzzles(kind, **changes):

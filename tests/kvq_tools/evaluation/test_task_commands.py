@@ -9,9 +9,7 @@ import itertools
 from kvq_tools.cli import task_runs
 from kvq_tools.evaluation.tasks import passkey
 from tests.kvq_models.checkpoints import tiny_config
-from tests.kvq_tools.evaluation.task_samples import (
-    embedded_prompts,
-)
+from tests.kvq_tools.evaluation.task_samples import embedded_prompts
 
 
 def default_lengths(make, positions):

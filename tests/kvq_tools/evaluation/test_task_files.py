@@ -11,11 +11,7 @@ from kvq_tools.evaluation.tasks.filler import depth_of
 from kvq_tools.evaluation.tasks.runner import check_samples
 from kvq_tools.evaluation.tasks.sample import TaskPrompts, TaskSample
 from tests.kvq_models.checkpoints import tiny_config
-from tests.kvq_tools.evaluation.task_samples import (
-    embedded_prompts,
-    lines,
-    prompt_text,
-)
+from tests.kvq_tools.evaluation.task_samples import embedded_prompts, lines, prompt_text
 
 
 def test_ready_made_samples_are_asked_as_they_are(tmp_path):

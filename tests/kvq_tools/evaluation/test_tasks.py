@@ -15,13 +15,7 @@ from kvq_tools.evaluation.tasks import niah, passkey
 from kvq_tools.evaluation.tasks.runner import run, run_together
 from kvq_tools.evaluation.tasks.sample import AnswerRule, TaskPrompts, TaskSample
 from laboratory.stress import Outliers, Stress, stressed
-from tests.kvq_tools.evaluation.task_samples import (
-    DEPTHS,
-    TEXT,
-    needles,
-    passkeys,
-    prompt_text,
-)
+from tests.kvq_tools.evaluation.task_samples import DEPTHS, TEXT, needles, passkeys, prompt_text
 
 
 @pytest.mark.parametrize(
@@ -160,18 +154,7 @@ def test_a_cache_that_forgets_fails_and_the_exact_one_remembers(run_json, tmp_pa
     """On trained weights, with keys that int4 cannot hold: the answers come from the cache."""
     llama, tokenizer = load_llama(EMBEDDED, dtype="float32")
     save_llama(stressed(llama, Stress(key_outliers=Outliers(4, 64.0))), tmp_path, tokenizer)
-    arguments = (
-        "--lengths",
-        256,
-        "--depths",
-        "0.2,0.6",
-        "--limit",
-        2,
-        "--cache",
-        "dense",
-        "--cache",
-        "int4",
-    )
+    arguments = ("--lengths=256", "--depths=0.2,0.6", "--limit=2", "--cache=dense", "--cache=int4")
     found = run_json("passkey", tmp_path, *arguments, "--answers", tmp_path / "answers")
     exact, forgetful = found["caches"]
     assert exact["scores"] == {"accuracy": 1}

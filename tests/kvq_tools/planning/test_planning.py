@@ -147,14 +147,7 @@ def test_auto_and_a_plans_file_are_the_cache_that_the_fast_plan_names(
         "plan", auto, "--budget", "2bits", "--out", tmp_path / "plan.json", "--context", 256
     )
     assert "k_widths" in fast["chosen"]
-    request = (
-        "generate",
-        auto,
-        "--prompt",
-        "It was a dark and stormy night",
-        "--max-new-tokens",
-        2,
-    )
+    request = ("generate", auto, "--prompt=It was a dark and stormy night", "--max-new-tokens=2")
     told = run_json(*request, "--cache", fast["chosen"], "--calibration", fast["calibration"])
     for given in ("auto:bits=2", tmp_path / "plan.json"):
         found = run_json(*request, "--cache", given)
@@ -176,16 +169,11 @@ def test_a_measured_plan_goes_on_from_what_was_measured_and_takes_the_cache_of_t
     request = (
         "plan",
         shallow,
-        "--text",
-        PASSAGE,
-        "--budget",
-        "2bits",
-        "--window",
-        284,
-        "--windows",
-        1,
-        "--context",
-        512,
+        f"--text={PASSAGE}",
+        "--budget=2bits",
+        "--window=284",
+        "--windows=1",
+        "--context=512",
     )
     found = run_json(*request, "--out", tmp_path / "plan.json", "--picture", tmp_path / "plan.png")
     checked = {

@@ -13,13 +13,8 @@ from kvq_tools import evaluate_caches
 from kvq_tools.report import quality, schema
 
 pytest.importorskip("matplotlib", reason="pictures need matplotlib")
-from tests.kvq_tools.report.small_report import (
-    CACHES,
-    SAMPLE,
-    STRIDE,
-    WINDOW,
-    expect_error,
-)
+from tests.float64 import rotated
+from tests.kvq_tools.report.small_report import CACHES, SAMPLE, STRIDE, WINDOW, expect_error
 
 
 def test_quality_is_what_the_evaluation_finds(report, model):
@@ -55,9 +50,7 @@ def hand_rows(llama, ids):
     k, v = (rows.reshape(len(ids), config.num_key_value_heads, config.head_dim) for rows in (k, v))
     half = config.head_dim // 2
     angle = np.arange(len(ids))[:, None] * 500000.0 ** (-np.arange(half) / half)
-    cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
-    first, second = k[..., :half], k[..., half:]
-    return np.concatenate([first * cos - second * sin, second * cos + first * sin], -1), v
+    return rotated(k, angle[:, None]), v
 
 
 def by_hand_int4(rows):

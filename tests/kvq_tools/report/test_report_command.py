@@ -9,14 +9,7 @@ import pytest
 from kvq_tools.report import quality
 
 pytest.importorskip("matplotlib", reason="pictures need matplotlib")
-from tests.kvq_tools.report.small_report import (
-    CACHES,
-    CONTEXT,
-    SAMPLE,
-    STEPS,
-    WINDOW,
-    expect_error,
-)
+from tests.kvq_tools.report.small_report import CACHES, CONTEXT, SAMPLE, STEPS, WINDOW, expect_error
 
 
 def test_without_matplotlib_one_line_says_what_to_install(made, tmp_path, run, monkeypatch):

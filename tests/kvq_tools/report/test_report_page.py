@@ -16,11 +16,7 @@ from kvq_tools.report import page, quality, schema
 
 pytest.importorskip("matplotlib", reason="pictures need matplotlib")
 
-from tests.kvq_tools.report.small_report import (
-    CACHES,
-    WINDOW,
-    call,
-)
+from tests.kvq_tools.report.small_report import CACHES, WINDOW, call
 
 
 def rows_of(text):

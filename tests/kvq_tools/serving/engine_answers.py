@@ -1,14 +1,21 @@
-"""The answers of a separate engine like the server's."""
+"""The first choice of a completion, and the answers of a separate engine like the server's."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
+
+import openai
 
 from kvq_models.inference.engine.engine import Engine
 from kvq_models.inference.engine.requests import Event, Request, Token
-from tests.kvq_tools.serving.running import (
-    Running,
-)
+from tests.kvq_tools.serving.running import NAME, PROMPT, Running
+
+
+def first_choice(client: openai.OpenAI, **asked: Any) -> Any:
+    """Return the first choice of a completion, greedy and of PROMPT unless asked otherwise."""
+    defaults = {"model": NAME, "prompt": PROMPT, "temperature": 0}
+    return client.completions.create(**defaults | asked).choices[0]
 
 
 def alone(server: Running, text: str, new: int, special: bool = True, **asked) -> list[int]:

@@ -50,10 +50,7 @@ PATHS: dict[str, tuple[type[CompletionFields] | type[ChatFields], dict]] = {
     "/v1/chat/completions": (ChatFields, {"messages": CHAT, "max_completion_tokens": 1}),
 }
 # the fields that another field requires
-BESIDE = {
-    "stream_options": {"stream": True},
-    "top_logprobs": {"logprobs": True},
-}
+BESIDE = {"stream_options": {"stream": True}, "top_logprobs": {"logprobs": True}}
 
 PAGE = pathlib.Path(__file__).parents[3] / "docs" / "serving.md"
 

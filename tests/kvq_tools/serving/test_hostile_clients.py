@@ -17,16 +17,7 @@ from kvq_tools.serving import fields
 from kvq_tools.serving.connections import ConnectionLimits, most_connections
 from kvq_tools.serving.errors import ApiError
 from kvq_tools.serving.guard import known_hosts
-from tests.kvq_tools.serving.running import (
-    CHAT,
-    KEY,
-    NAME,
-    PROMPT,
-    QUEUE,
-    SLOTS,
-    Running,
-    serving,
-)
+from tests.kvq_tools.serving.running import CHAT, KEY, NAME, PROMPT, QUEUE, SLOTS, Running, serving
 
 ASKED = {"model": NAME, "prompt": PROMPT, "max_tokens": 4, "temperature": 0}
 

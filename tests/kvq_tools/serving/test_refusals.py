@@ -15,6 +15,7 @@ import pytest
 
 from kvq_tools.serving.fields import NEUTRAL
 from kvq_tools.serving.worker import MOST_FAILURES
+from tests.kvq_tools.serving.engine_answers import first_choice
 from tests.kvq_tools.serving.running import (
     BODY,
     CAPACITY,
@@ -275,21 +276,13 @@ def test_a_client_that_vanishes_frees_its_slot(server: Running, stream: bool):
 
 
 def test_a_full_queue_refuses_at_once_and_loses_nothing(server: Running, client: openai.OpenAI):
-    expected = (
-        client.completions.create(model=NAME, prompt=PROMPT, max_tokens=100, temperature=0)
-        .choices[0]
-        .text
-    )
+    expected = first_choice(client, max_tokens=100).text
     found, refused = [], []
 
     def ask() -> None:
-        with server.client as own:
+        with server.client as another:
             try:
-                found.append(
-                    own.completions.create(model=NAME, prompt=PROMPT, max_tokens=100, temperature=0)
-                    .choices[0]
-                    .text
-                )
+                found.append(first_choice(another, max_tokens=100).text)
             except openai.RateLimitError as error:
                 refused.append(error)
 

@@ -8,15 +8,8 @@ import re
 import openai
 import pytest
 
-from tests.kvq_tools.serving.engine_answers import alone, text_of
-from tests.kvq_tools.serving.running import (
-    CAPACITY,
-    CHAT,
-    NAME,
-    PROMPT,
-    SLOTS,
-    Running,
-)
+from tests.kvq_tools.serving.engine_answers import alone, first_choice, text_of
+from tests.kvq_tools.serving.running import CAPACITY, CHAT, NAME, PROMPT, SLOTS, Running
 
 
 def test_models(client: openai.OpenAI):
@@ -31,20 +24,11 @@ def test_a_completion_is_what_the_engine_draws_alone(server: Running, client: op
     found = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=40, temperature=0)
     assert found.choices[0].text == text_of(server, PROMPT, tokens)
     assert found.choices[0].finish_reason == "length"
-    prompt = len(server.tokenizer(PROMPT).input_ids)
-    assert found.usage is not None
-    assert (found.usage.prompt_tokens, found.usage.completion_tokens, found.usage.total_tokens) == (
-        prompt,
-        40,
-        prompt + 40,
-    )
-    ids = server.tokenizer(PROMPT).input_ids
-    assert (
-        client.completions.create(model=NAME, prompt=ids, max_tokens=40, temperature=0)
-        .choices[0]
-        .text
-        == found.choices[0].text
-    )
+    ids, used = server.tokenizer(PROMPT).input_ids, found.usage
+    assert used is not None
+    assert (used.prompt_tokens, used.completion_tokens) == (len(ids), 40)
+    assert used.total_tokens == len(ids) + 40
+    assert first_choice(client, prompt=ids, max_tokens=40).text == found.choices[0].text
 
 
 def test_a_stream_is_the_whole_answer_in_pieces(client: openai.OpenAI):
@@ -68,11 +52,8 @@ def test_a_stream_is_the_whole_answer_in_pieces(client: openai.OpenAI):
 
 def test_a_seed_repeats_an_answer_and_its_absence_does_not(client: openai.OpenAI):
     def text(**asked) -> str:
-        return (
-            client.completions.create(model=NAME, prompt=PROMPT, max_tokens=24, **asked)
-            .choices[0]
-            .text
-        )
+        found = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=24, **asked)
+        return found.choices[0].text
 
     assert text(seed=7) == text(seed=7)
     assert len({text(seed=7), text(seed=8), text(), text()}) > 2
@@ -96,34 +77,22 @@ def test_a_stop_ends_the_answer_before_it_and_is_never_shown(
 ):
     text = text_of(server, PROMPT, alone(server, PROMPT, 40))
     stop = text[17:24]  # across several tokens
-    asked = dict(
-        model=NAME,
-        prompt=PROMPT,
-        max_tokens=40,
-        temperature=0,
-        stop=["no such text", stop],
-        stream=stream,
-    )
+    asked = dict(model=NAME, prompt=PROMPT, max_tokens=40, temperature=0)
+    asked["stop"] = ["no such text", stop]
     if stream:
-        pieces = [chunk.choices[0] for chunk in client.completions.create(**asked)]
-        found, reason = "".join(piece.text for piece in pieces), pieces[-1].finish_reason
+        chunks = client.completions.create(**asked, stream=True)
+        pieces = [chunk.choices[0] for chunk in chunks]
     else:
-        choice = client.completions.create(**asked).choices[0]
-        found, reason = choice.text, choice.finish_reason
-    assert (found, reason) == (text[: text.index(stop)], "stop")
-    beyond = client.completions.create(
-        model=NAME, prompt=PROMPT, max_tokens=40, temperature=0, stop=text[-3:] + "never"
-    ).choices[0]
-    assert (beyond.text, beyond.finish_reason) == (
-        text,
-        "length",
-    ), "text that only might have been a stop is lost"
+        pieces = [first_choice(client, **asked)]
+    assert "".join(piece.text for piece in pieces) == text[: text.index(stop)]
+    assert pieces[-1].finish_reason == "stop"
+    beyond = first_choice(client, max_tokens=40, stop=text[-3:] + "never")
+    assert beyond.text == text, "text that only might have been a stop is lost"
+    assert beyond.finish_reason == "length"
 
 
 def test_log_probabilities_of_a_completion(server: Running, client: openai.OpenAI):
-    found = client.completions.create(
-        model=NAME, prompt=PROMPT, max_tokens=12, temperature=0, logprobs=3
-    ).choices[0]
+    found = first_choice(client, max_tokens=12, logprobs=3)
     told = found.logprobs
     assert told is not None
     assert told.tokens is not None
@@ -138,13 +107,7 @@ def test_log_probabilities_of_a_completion(server: Running, client: openai.OpenA
         assert likely[token] == logprob == max(likely.values()), (
             "a greedy token is the most probable"
         )
-    none = (
-        client.completions.create(
-            model=NAME, prompt=PROMPT, max_tokens=2, temperature=0, logprobs=0
-        )
-        .choices[0]
-        .logprobs
-    )
+    none = first_choice(client, max_tokens=2, logprobs=0).logprobs
     assert none is not None
     assert none.top_logprobs is None
     assert none.token_logprobs == told.token_logprobs[:2]
@@ -154,48 +117,24 @@ def test_echo_with_log_probabilities_scores_a_prompt(server: Running, client: op
     """lm-evaluation-harness asks a server for the log-probability of a continuation, and whether it
     is the greedy one."""
     text = text_of(server, PROMPT, alone(server, PROMPT, 10))
-    ids = (
-        server.tokenizer(PROMPT).input_ids
-        + server.tokenizer(text, add_special_tokens=False).input_ids
-    )
-    ours = client.completions.create(
-        model=NAME, prompt=[ids], max_tokens=1, temperature=0, logprobs=1, echo=True, seed=1234
-    ).choices[0]
+    prompt = server.tokenizer(PROMPT).input_ids
+    ids = prompt + server.tokenizer(text, add_special_tokens=False).input_ids
+    ours = first_choice(client, prompt=[ids], max_tokens=1, logprobs=1, echo=True, seed=1234)
     told = ours.logprobs
     assert told is not None
     assert ours.text.startswith(PROMPT + text)
     assert len(told.tokens) == len(ids) + 1
     assert told.token_logprobs[0] is None
-    new = slice(len(server.tokenizer(PROMPT).input_ids), -1)
-    assert [max(likely.values()) for likely in told.top_logprobs[new]] == told.token_logprobs[
-        new
-    ], "greedy tokens"
-    drawn = (
-        client.completions.create(
-            model=NAME, prompt=PROMPT, max_tokens=10, temperature=0, logprobs=1
-        )
-        .choices[0]
-        .logprobs
-    )
+    new = slice(len(prompt), -1)
+    likeliest = [max(likely.values()) for likely in told.top_logprobs[new]]
+    assert likeliest == told.token_logprobs[new], "greedy tokens"
+    drawn = first_choice(client, max_tokens=10, logprobs=1).logprobs
     assert sum(told.token_logprobs[new]) == pytest.approx(sum(drawn.token_logprobs), abs=0.5)
     other = [*ids[:-1], (ids[-1] + 1) % 2048]
-    worse = (
-        client.completions.create(
-            model=NAME, prompt=[other], max_tokens=0, temperature=0, logprobs=1, echo=True
-        )
-        .choices[0]
-        .logprobs
-    )
+    worse = first_choice(client, prompt=[other], max_tokens=0, logprobs=1, echo=True).logprobs
     assert len(worse.tokens) == len(ids)
     assert worse.token_logprobs[-1] < told.token_logprobs[-2]
-    plain = (
-        client.completions.create(
-            model=NAME, prompt=PROMPT, max_tokens=10, temperature=0, echo=True
-        )
-        .choices[0]
-        .text
-    )
-    assert plain == PROMPT + text
+    assert first_choice(client, max_tokens=10, echo=True).text == PROMPT + text
 
 
 def test_a_chat_goes_through_the_template(server: Running, client: openai.OpenAI):
@@ -268,29 +207,18 @@ def test_metrics_and_health(server: Running, client: openai.OpenAI):
         text = server.raw("GET", "/metrics")[2].decode()
         return float(re.findall(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)[0])
 
-    before = (
-        metric("kvq_new_tokens_total"),
-        metric("kvq_time_to_first_token_seconds_count"),
-        metric('kvq_requests_ended_total{reason="length"}'),
-    )
-    client.completions.create(model=NAME, prompt=PROMPT, max_tokens=7, temperature=0)
-    after = (
-        metric("kvq_new_tokens_total"),
-        metric("kvq_time_to_first_token_seconds_count"),
-        metric('kvq_requests_ended_total{reason="length"}'),
-    )
-    assert [b - a for a, b in zip(before, after, strict=True)] == [7, 1, 1]
+    counts = {
+        "kvq_new_tokens_total": 7,
+        "kvq_time_to_first_token_seconds_count": 1,
+        'kvq_requests_ended_total{reason="length"}': 1,
+    }
+    before = {name: metric(name) for name in counts}
+    first_choice(client, max_tokens=7)
+    assert {name: metric(name) - before[name] for name in counts} == counts
     assert metric("kvq_prefix_tokens_total") >= 0
     assert metric("kvq_cache_bytes") == server.service.worker.engine.nbytes
     server.until_idle()
-    assert (metric("kvq_slots"), metric("kvq_slots_busy"), metric("kvq_cache_live_tokens")) == (
-        SLOTS,
-        0,
-        0,
-    )
-    assert json.loads(server.raw("GET", "/health")[2]) == {
-        "status": "ok",
-        "slots": SLOTS,
-        "busy": 0,
-        "waiting": 0,
-    }
+    assert metric("kvq_slots") == SLOTS
+    assert metric("kvq_slots_busy") == metric("kvq_cache_live_tokens") == 0
+    health = {"status": "ok", "slots": SLOTS, "busy": 0, "waiting": 0}
+    assert json.loads(server.raw("GET", "/health")[2]) == health

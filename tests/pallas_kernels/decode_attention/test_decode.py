@@ -12,6 +12,7 @@ import pytest
 from pallas_kernels.decode_attention.kernel import decode_attention
 from pallas_kernels.decode_attention.tuning import Tuning
 from pallas_kernels.launch import Launch
+from tests.float64 import row_errors
 from tests.pallas_kernels.grouped_sides import format_of, side_of
 from tests.pallas_kernels.harness import (
     HEADS,
@@ -29,8 +30,6 @@ from tests.pallas_kernels.harness import (
     output,
     outputs,
     reference,
-    row_errors,
-    structs,
     tuned,
 )
 from tests.pallas_kernels.kernel_cases import (
@@ -134,10 +133,7 @@ def test_rows_at_the_end_of_fp16s_range_are_read(case, launch):
     )
 
 
-@each_lowering(
-    list(CASES.values()),
-    cases_of(LOWERED),
-)
+@each_lowering(list(CASES.values()), cases_of(LOWERED))
 def test_every_kernel_lowers_for_cuda(case, arithmetic):
     text = lowered_attention(case, Launch(arithmetic))
     assert "triton" in text, "another route than Triton"
@@ -159,7 +155,7 @@ def lowered(case: KernelCase, capacity: int, tuning: Tuning | None) -> None:
             tuning=tuning,
             launch=INTERPRETED,
         ),
-        *structs((case.queries(LONG.batch), k.arrays, v.arrays)),
+        *(case.queries(LONG.batch), k.arrays, v.arrays),
     )
 
 

@@ -14,7 +14,8 @@ from pallas_kernels.decode_attention.partial_attention import Splits
 from pallas_kernels.decode_attention.schedule import Pieces, Schedule
 from pallas_kernels.launch import Launch
 from tests.exhaustive import some
-from tests.pallas_kernels.harness import INTERPRETED, launches, row_errors
+from tests.float64 import row_errors
+from tests.pallas_kernels.harness import INTERPRETED, launches
 from tests.pallas_kernels.lowering import lower_for_cuda
 
 BATCH, HEADS, CHANNELS, CAPACITY = 3, 2, 64, 100
@@ -151,10 +152,9 @@ def test_pieces_of_rows_of_any_length_are_merged_with_the_windows(limits, progra
 @pytest.mark.parametrize("splits", [(1, 8), (1, 131)], ids=str)
 @pytest.mark.parametrize("arithmetic", ["jnp", "asm"])
 def test_it_lowers_for_cuda(splits, arithmetic):
-    structs = jax.eval_shape(lambda parts: parts, random_parts(splits, 4)[0])
-    row = jax.ShapeDtypeStruct((BATCH,), jnp.int32)
     text = lower_for_cuda(
-        lambda parts, row: merge(parts, row, 4, jnp.bfloat16, Launch(arithmetic)), structs, row
+        lambda parts, row: merge(parts, row, 4, jnp.bfloat16, Launch(arithmetic)),
+        *(random_parts(splits, 4)[0], POSITIONS),
     )
     assert "finish_attention" in text
     assert "merge_splits" in text

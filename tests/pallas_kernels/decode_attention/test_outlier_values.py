@@ -18,8 +18,9 @@ from pallas_kernels.decode_attention.tuning import Tuning
 from pallas_kernels.launch import Launch
 from pallas_kernels.readers.shared import LN2
 from tests.exhaustive import some
+from tests.float64 import row_errors
 from tests.pallas_kernels.codebook_sides import random_slots
-from tests.pallas_kernels.harness import INTERPRETED, each_lowering, launches, row_errors
+from tests.pallas_kernels.harness import INTERPRETED, each_lowering, launches
 from tests.pallas_kernels.lowering import lower_for_cuda
 
 HEADS = 3
@@ -260,16 +261,11 @@ def test_tiles_are_whole_pools():
         sums(case, arrays_of(case), Tuning(tile=64))
 
 
-def structs(case: OutlierCase) -> list[jax.ShapeDtypeStruct]:
-    a, limits = arrays_of(case), jax.ShapeDtypeStruct((len(case.limits),), jnp.int32)
-    arrays = a.scores, a.index, a.residual.view(np.uint16), a.ends
-    return [*(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays), limits]
-
-
 @each_lowering(CASES, CASES[:2])
 def test_the_kernel_lowers_for_cuda(case, arithmetic):
+    a = arrays_of(case)
     text = lower_for_cuda(
         lambda *args: pieces_of(case, *args, tuning_for(case.group), Launch(arithmetic)),
-        *structs(case),
+        *(a.scores, a.index, a.residual.view(np.uint16), a.ends, jnp.asarray(case.limits)),
     )
     assert "outlier_values" in text

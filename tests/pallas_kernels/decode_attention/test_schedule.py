@@ -86,14 +86,7 @@ def check(limits: np.ndarray, schedule: Schedule) -> list[int]:
 
 @pytest.mark.parametrize("programs", [1, 32])
 @pytest.mark.parametrize(
-    "limits",
-    [
-        (0, 0, 0),
-        (1,),
-        (0, 1, 127, 128, 129, 257, 320),
-        (4096, 0, 0, 0, 32),
-    ],
-    ids=str,
+    "limits", [(0, 0, 0), (1,), (0, 1, 127, 128, 129, 257, 320), (4096, 0, 0, 0, 32)], ids=str
 )
 def test_every_live_tile_is_read_once_and_no_program_has_more_than_its_share(limits, programs):
     schedule = Schedule(programs, 32, len(limits), 2)

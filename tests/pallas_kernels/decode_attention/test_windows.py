@@ -17,7 +17,8 @@ from pallas_kernels.decode_attention.partial_attention import PartialAttention
 from pallas_kernels.decode_attention.windows import WindowQueries
 from pallas_kernels.launch import LAUNCH, Launch
 from pallas_kernels.quantize.append import Places, Side, append_token
-from tests.pallas_kernels.harness import INTERPRETED, launches, row_errors, structs
+from tests.float64 import rotated, row_errors, softmax
+from tests.pallas_kernels.harness import INTERPRETED, launches
 from tests.pallas_kernels.lowering import lower_for_cuda
 
 HEADS, GROUP, CHANNELS = 2, 3, 64
@@ -47,13 +48,7 @@ class Sizes:
 
 
 # The last two have fewer slots than a tile.
-SIZES = (
-    Sizes(0),
-    Sizes(20),
-    Sizes(32),
-    Sizes(1, recent=0),
-    Sizes(5, recent=4, block=8),
-)
+SIZES = (Sizes(0), Sizes(20), Sizes(32), Sizes(1, recent=0), Sizes(5, recent=4, block=8))
 USUAL = SIZES[0], SIZES[1], SIZES[4]
 before_or_after_rope = pytest.mark.parametrize(
     "rotation", [None, (FREQUENCIES, FACTOR)], ids=["after_rope", "before_rope"]
@@ -99,16 +94,13 @@ def rows(sizes: Sizes, dtype: str = "bfloat16") -> tuple[jax.Array, tuple, tuple
     )
 
 
-def rotated(keys: np.ndarray, positions: np.ndarray, rotation: tuple, dtype: str) -> np.ndarray:
-    """Return keys [..., S, H] after RoPE at positions [S], rotated in float64 and rounded to the
-    windows' dtype before the factor is applied.
+def turned(keys: np.ndarray, positions: np.ndarray, rotation: tuple, dtype: str) -> np.ndarray:
+    """Return keys [..., S, H] after RoPE at positions [S], rounded to the windows' dtype before the
+    factor is applied.
     """
     frequencies, factor = rotation
-    first, second = np.split(keys.astype(np.float64), 2, axis=-1)
-    angles = positions[:, None].astype(np.float64) * frequencies.astype(np.float64)
-    cos, sin = np.cos(angles), np.sin(angles)
-    turned = np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return factor * turned.astype(jnp.dtype(dtype)).astype(np.float64)
+    rounded = rotated(keys, positions[:, None] * frequencies.astype(np.float64))
+    return factor * rounded.astype(jnp.dtype(dtype)).astype(np.float64)
 
 
 def expected(
@@ -123,9 +115,7 @@ def expected(
     rotated to their positions plus `shift`.
     """
     at, body = np.arange(everything.shape[3]), sizes.body(TOKENS)
-    keys = (
-        everything[0] if rotation is None else rotated(everything[0], at + shift, rotation, dtype)
-    )
+    keys = everything[0] if rotation is None else turned(everything[0], at + shift, rotation, dtype)
     scores = np.einsum("bkgh,bksh->bkgs", np.asarray(q.astype(dtype), np.float64), keys) / np.sqrt(
         CHANNELS
     )
@@ -211,12 +201,9 @@ def test_keys_far_along_a_context_are_rotated_by_their_exact_angle():
 
     def in_float64(positions: np.ndarray) -> np.ndarray:
         keys, values = (np.asarray(side.astype(jnp.float32), np.float64) for side in ring)
-        turned = rotated(keys, positions, (FREQUENCIES, FACTOR), "bfloat16")
-        scores = np.einsum(
-            "bkgh,bksh->bkgs", np.asarray(q.astype(jnp.bfloat16), np.float64), turned
-        ) / np.sqrt(CHANNELS)
-        weights = np.exp(scores - scores.max(-1, keepdims=True))
-        return np.einsum("bkgs,bksh->bkgh", weights / weights.sum(-1, keepdims=True), values)
+        keys = turned(keys, positions, (FREQUENCIES, FACTOR), "bfloat16")
+        queries = np.asarray(q.astype(jnp.bfloat16), np.float64)
+        return softmax(queries @ np.swapaxes(keys, 2, 3) / np.sqrt(CHANNELS)) @ values
 
     error = row_errors(np.asarray(actual.o / actual.l), in_float64(positions)).max()
     assert error < 1e-2, f"off by {error:.1e}"
@@ -242,9 +229,6 @@ def test_windows_that_kernels_cannot_read_are_refused():
 @before_or_after_rope
 def test_it_lowers_for_cuda(sizes, rotation, arithmetic):
     q, first, ring, _ = rows(sizes)
-    inputs = structs((q, first, ring, TOKENS, TOKENS, rotation))
-
-    def attention(*inputs):
-        return attend(*inputs, launch=Launch(arithmetic))
-
+    attention = functools.partial(attend, launch=Launch(arithmetic))
+    inputs = q, first, ring, TOKENS, TOKENS, rotation
     assert "append_token" in lower_for_cuda(attention, *inputs)

@@ -9,12 +9,7 @@ import numpy as np
 
 
 def misplaced_rows(
-    before: Any,
-    after: Any,
-    blocks: Any,
-    starts: Sequence[int],
-    leaving: Sequence[Any],
-    axis: int,
+    before: Any, after: Any, blocks: Any, starts: Sequence[int], leaving: Sequence[Any], axis: int
 ) -> list[int]:
     """Return the rows of the batch that differ from `before` with the row's block written in.
 

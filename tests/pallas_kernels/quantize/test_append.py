@@ -16,7 +16,7 @@ from pallas_kernels.quantize.append import Blocks, Places, Rows, Side, append_to
 from pallas_kernels.quantize.blocks import GroupedBlocks
 from pallas_kernels.quantize.kernel import PackedRows
 from pallas_kernels.quantize.rounding import Job
-from tests.pallas_kernels.harness import INTERPRETED, anywhere, each_lowering, launches, structs
+from tests.pallas_kernels.harness import INTERPRETED, anywhere, each_lowering, launches
 from tests.pallas_kernels.lowering import lower_for_cuda
 from tests.pallas_kernels.quantize.placement import misplaced_rows
 from tests.pallas_kernels.quantize.test_quantize import (
@@ -175,15 +175,10 @@ def test_a_new_token_is_one_row_of_the_ring_and_of_the_sink(launch):
 
 @each_lowering(CASES, CASES[::3])
 def test_every_case_lowers_for_cuda(case, arithmetic):
-    body, ring, first = (
-        *structs(inputs_of(case)[:2]),
-        jax.ShapeDtypeStruct((3,), jnp.int32),
-    )
-    divisor = (
-        jax.ShapeDtypeStruct((3, 2, 1, case.format.channels), jnp.float32) if case.divided else None
-    )
+    body, ring, first = inputs_of(case)
     text = lower_for_cuda(
-        lambda *args: append(case, *args, Launch(arithmetic)), body, ring, first, first, divisor
+        lambda *inputs: append(case, *inputs, Launch(arithmetic)),
+        *(body, ring, first, LEAVING, divisor_of(case, len(LEAVING))),
     )
     assert "append_token" in text, "the kernel has lost its name"
 
@@ -228,6 +223,5 @@ def test_a_body_of_rows_takes_the_new_one_where_it_leaves_and_nothing_else(launc
 
 
 def test_a_body_of_rows_lowers_for_cuda():
-    inputs = jax.eval_shape(rows_and_places)
-    text = lower_for_cuda(lambda *inputs: append_rows(*inputs, Launch()), *inputs)
+    text = lower_for_cuda(lambda *inputs: append_rows(*inputs, Launch()), *rows_and_places())
     assert "append_token" in text

@@ -225,23 +225,11 @@ def test_formats_that_it_cannot_write_are_refused():
 
 @each_lowering(CASES, (CASES[0], CASES[3], *CASES[6:9]))
 def test_every_case_lowers_for_cuda(case, arithmetic):
-    _, _, block = case.layer
-    batch = len(LEAVING)
-    body = jax.eval_shape(
-        lambda rows: quantized(case, rows),
-        jax.ShapeDtypeStruct((batch, HEADS, BODY * block, case.head_dim), jnp.float32),
-    )
-    ring, row = (
-        jax.ShapeDtypeStruct((batch, HEADS, count, case.head_dim), jnp.bfloat16)
-        for count in (block, 1)
-    )
-    number, flag = jax.ShapeDtypeStruct((batch,), jnp.int32), jax.ShapeDtypeStruct((batch,), bool)
+    body = jax.eval_shape(functools.partial(quantized, case), rows_of(case, BODY))
+    ring, place = rows_of(case, 1).astype(jnp.bfloat16), jnp.zeros(len(LEAVING), jnp.int32)
     text = lower_for_cuda(
         lambda *inputs: append(case, *inputs, launch=Launch(arithmetic)),
-        body,
-        ring,
-        row,
-        Places(number, flag, number, number, flag),
+        *(body, ring, ring[:, :, :1], Places(place, LEAVING, place, place, LEAVING)),
     )
     assert "append_token" in text, "the kernel has lost its name"
 

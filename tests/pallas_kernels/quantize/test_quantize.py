@@ -296,14 +296,10 @@ def test_ties_round_to_even_though_the_reciprocal_is_approximate(code_bits):
 
 @each_lowering(CASES, CASES[::3])
 def test_every_case_lowers_for_cuda(case, arithmetic):
-    batch, heads = 1, 2
-    rows = jax.ShapeDtypeStruct((batch, heads, 128, case.format.channels), jnp.dtype(case.dtype))
-    divisor = (
-        jax.ShapeDtypeStruct((batch, heads, 1, case.format.channels), jnp.float32)
-        if case.divided
-        else None
+    text = lower_for_cuda(
+        lambda *args: fused(case, *args, Launch(arithmetic)),
+        *(ordinary_rows(case, 1), divisor_of(case, 1)),
     )
-    text = lower_for_cuda(lambda *args: fused(case, *args, Launch(arithmetic)), rows, divisor)
     assert "triton" in text
     assert f"quantize_{case.scheme}_{case.format.axis}" in text, "the kernel has lost its name"
 

@@ -13,12 +13,7 @@ import pytest
 
 from tests.exhaustive import some
 from tests.pallas_kernels.emulator import INSTRUCTIONS
-from tests.pallas_kernels.harness import (
-    EMULATED,
-    check_attention,
-    check_scores,
-    tuned,
-)
+from tests.pallas_kernels.harness import EMULATED, check_attention, check_scores, tuned
 from tests.pallas_kernels.kernel_cases import CASES, CODEBOOK, POLAR, TABLES
 
 pytestmark = pytest.mark.usefixtures("assembler")

@@ -33,10 +33,7 @@ from tests.kvq_models.inference.engine.test_prefixes import (
 
 PLENTY = 1 << 24
 # their first chunk is the same
-PROMPTS = [
-    tokens_of(0, 2 * CHUNK + 9),
-    tokens_of(0, CHUNK) + tokens_of(1, 20),
-]
+PROMPTS = [tokens_of(0, 2 * CHUNK + 9), tokens_of(0, CHUNK) + tokens_of(1, 20)]
 REQUESTS = [Request(prompt, 6) for prompt in PROMPTS]
 
 
@@ -172,11 +169,9 @@ def test_the_least_recently_used_goes_first_and_the_end_of_a_chain_before_its_be
     PrefixFolder(folder, 33_000).use([a, b])
     assert written(folder, 33_000, [d]) == {a, b, d}
     assert written(folder, 33_000, [e]) == {a, e, d}, "b, which continues a, goes before it"
-    assert written(folder, 33_000, [b"gone", c]) == {
-        a,
-        e,
-        d,
-    }, "a piece without what comes before it serves nobody"
+    assert written(folder, 33_000, [b"gone", c]) == {a, e, d}, (
+        "a piece without what comes before it serves nobody"
+    )
     assert written(folder, 12_000) == {e}, "a smaller budget"
     assert written(folder, 9_000, [a]) == set(), "what is larger than the folder is not written"
 

@@ -176,11 +176,9 @@ def test_the_least_recently_used_goes_first_and_the_end_of_a_chain_before_its_be
     )
     assert len(store.longest([a])) == 1, "only the beginning is used"
     assert store.put([c], piece(100))
-    assert [len(store.longest(chain)) for chain in ([a, b], [c], [d])] == [
-        1,
-        1,
-        1,
-    ], "the end, b, is older than its beginning and d"
+    assert [len(store.longest(chain)) for chain in ([a, b], [c], [d])] == [1, 1, 1], (
+        "the end, b, is older than its beginning and d"
+    )
     assert not store.put([b"gone", b], piece(10)), (
         "a piece without what comes before it serves nobody"
     )

@@ -1,6 +1,5 @@
-"""Machine code is read correctly: loops, classes of instructions, waiting loads, spills. Needs only
-a listing.
-"""
+"""Machine code is read correctly: loops, classes of instructions, waiting loads, spills, and the
+shortest way through a kernel without a loop. Needs only listings."""
 
 from __future__ import annotations
 
@@ -10,6 +9,7 @@ import pytest
 
 from benchmarks.machine_code import sass, tools
 from benchmarks.machine_code.__main__ import WATCHED
+from benchmarks.machine_code.other_cases import shortest_way
 from benchmarks.machine_code.report import HEADER, Instructions, KernelReport
 from benchmarks.machine_code.target import A100, H200, TARGETS
 from benchmarks.results_page import RESULTS
@@ -229,3 +229,52 @@ def test_what_an_a100_may_spill_an_h200_may_not():
     assert row.loop_spills
     assert not case.failures(row)
     assert "spills in the loop" in "\n".join(case.failures(dataclasses.replace(row, target="h200")))
+
+
+# Two conditions, one after the other. Each has a short way and one with three more instructions,
+# the second at its end.
+BRANCHES = """
+	.section	.text.quantize,"ax",@progbits
+        /*0000*/                   LDG.E R0, desc[UR18][R2.64] ;
+        /*0010*/              @!P0 BRA `(.L_x_1) ;
+        /*0020*/                   FMNMX R0, R0, R1, !PT ;
+        /*0030*/                   FMNMX R0, R0, R2, PT ;
+        /*0040*/                   FADD R0, R0, R3 ;
+.L_x_1:
+        /*0050*/                   FADD R0, R0, R4 ;
+        /*0060*/               @P1 BRA `(.L_x_2) ;
+        /*0070*/                   STG.E desc[UR18][R4.64], R0 ;
+        /*0080*/                   EXIT ;
+.L_x_2:
+        /*0090*/                   FMNMX R0, R0, R1, !PT ;
+        /*00a0*/                   FMNMX R0, R0, R2, PT ;
+        /*00b0*/                   STG.E desc[UR18][R4.64], R0 ;
+        /*00c0*/                   EXIT ;
+
+	.section	.text.endless,"ax",@progbits
+.L_x_3:
+        /*0000*/                   BRA `(.L_x_3);
+"""
+BRANCHING = sass.functions(BRANCHES)
+
+
+def test_each_condition_is_passed_by_its_shorter_side():
+    assert [16 * index for index in shortest_way(BRANCHING["quantize"])] == [
+        0x00,
+        0x10,
+        0x50,
+        0x60,
+        0x70,
+        0x80,
+    ]
+
+
+def test_where_the_short_side_is_gone_the_long_one_counts():
+    only = BRANCHES.replace("@!P0 BRA `(.L_x_1)", "NOP")
+    assert only != BRANCHES
+    assert len(shortest_way(sass.functions(only)["quantize"])) == 9
+
+
+def test_a_kernel_that_never_ends_is_refused():
+    with pytest.raises(ValueError, match="endless has no end"):
+        shortest_way(BRANCHING["endless"])

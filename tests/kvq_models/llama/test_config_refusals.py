@@ -1,0 +1,149 @@
+"""One table of config.json that would be computed wrongly or is malformed: a refusal is one line
+that names the field."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from kvq_models.llama.config import LlamaConfig
+from tests.kvq_models.checkpoints import LLAMA3, SIZES, YARN
+from tests.kvq_models.llama.published_cases import AWQ, GPTQ, compressed, packed_group
+from tests.kvq_models.llama.test_family_configs import GEMMA3_270M, GPT_OSS_20B, PHI4_MINI
+
+LLAMA = SIZES | {"model_type": "llama"}
+ABSENT = object()  # the value of a field that is left out
+
+
+def with_rope(**scaling: Any) -> dict[str, Any]:
+    return {"rope_scaling": scaling}
+
+
+def with_phi(**scaling: Any) -> dict[str, Any]:
+    return PHI4_MINI | {"rope_scaling": PHI4_MINI["rope_scaling"] | scaling}
+
+
+UNSUPPORTED = [
+    ({"model_type": "gpt2"}, "model_type='gpt2'"),
+    ({"model_type": "llama4_text"}, "'llama4_text' is not supported (attention in chunks"),
+    ({"model_type": "qwen3_5_text"}, "'qwen3_5_text' is not supported (layers of linear"),
+    ({"model_type": "gemma3"}, "'gemma3' is not supported (images"),
+    (
+        {"architectures": ["LlamaForSequenceClassification"]},
+        "architectures=['LlamaForSequenceClassification']",
+    ),
+    (with_rope(type="proportional", factor=2.0), "rope_type='proportional'"),
+    ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters"),
+    (
+        {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+        "partial_rotary_factor=0.5",
+    ),
+    ({"partial_rotary_factor": 0.25}, "partial_rotary_factor=0.25"),
+    (PHI4_MINI | {"model_type": "llama", "architectures": None}, "partial_rotary_factor=0.75"),
+    ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+    (GEMMA3_270M | {"hidden_activation": "gelu"}, "hidden_activation='gelu'"),
+    (GEMMA3_270M | {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+    (
+        {"layer_types": ["full_attention", "chunked_attention"]},
+        "layer_types contains chunked_attention",
+    ),
+    ({"num_local_experts": 8}, "num_local_experts=8 is not supported; supported: 0 or none"),
+    ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 is not supported"),
+    ({"no_rope_layers": [1, 0]}, "no_rope_layers=[1, 0] is not supported"),
+    ({"embedding_multiplier": 12}, "embedding_multiplier=12 is not supported"),
+]
+MALFORMED = [
+    ({"model_type": ABSENT}, "model_type is missing"),
+    (
+        {"model_type": "mistral", "sliding_window": None, "num_key_value_heads": ABSENT},
+        "num_key_value_heads is missing",
+    ),
+    ({"num_key_value_heads": 3}, "num_key_value_heads=3 must divide num_attention_heads=4"),
+    (
+        {"num_attention_heads": 3, "num_key_value_heads": 3},
+        "num_attention_heads=3 must divide hidden_size=64",
+    ),
+    ({"head_dim": 15}, "head_dim=15 must be even"),
+    ({"tie_word_embeddings": 1}, "tie_word_embeddings=1 must be of type bool"),
+    ({"rope_theta": math.nan}, "rope_theta=nan must be above 1 and finite"),
+    ({"rope_theta": 1e300}, "finite in float32"),
+    (with_rope(type="llama3", factor=8.0), "low_freq_factor is missing"),
+    (with_rope(**LLAMA3 | {"low_freq_factor": 4.0}), "low_freq_factor=4.0 must be below"),
+    (with_rope(**LLAMA3 | {"low_freq_factor": math.nan}), "low_freq_factor=nan must be above 0"),
+    (with_rope(**YARN | {"attention_factor": 0.0}), "attention_factor=0.0 must be above 0"),
+    (
+        with_rope(type="dynamic", factor=2.0) | {"head_dim": 2},
+        "head_dim=2 is too small for rope_type='dynamic'",
+    ),
+    (GEMMA3_270M | {"layer_types": ["full_attention"]}, "1 entries for 18 layers"),
+    (PHI4_MINI | {"partial_rotary_factor": 1.5}, "partial_rotary_factor=1.5"),
+    (with_phi(long_factor=ABSENT), "long_factor is missing"),
+    (with_phi(long_factor=[2.0] * 64), "long_factor has 64 entries for 48 pairs"),
+    (GPT_OSS_20B | {"swiglu_limit": 0.0}, "swiglu_limit=0.0"),
+]
+QUANTIZATION = [
+    ({"quant_method": "aqlm"}, "quant_method='aqlm', which is not supported; supported: unq"),
+    (
+        {"quant_method": "hqq", "bits": 4},
+        "quantization_config has quant_method='hqq', bits='4', which is not supported",
+    ),
+    ({"quant_method": "gptq"}, "quantization_config"),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_method='modelopt'"),
+    (GPTQ | {"bits": 3}, "bits='3', which is not supported; supported: 2 or 4 or 8"),
+    (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format='marlin'"),
+    (GPTQ | {"group_size": 0}, "group_size='0'"),
+    (GPTQ | {"dynamic": {r"+:.*down.*": {"bits": 8}}}, "has dynamic="),
+    (GPTQ | {"dynamic": [1]}, "has dynamic='[1]'"),
+    (GPTQ | {"modules_to_not_convert": 3}, "has modules_to_not_convert='3'"),
+    (AWQ | {"version": "gemv"}, "version='gemv', which is not supported; supported: gemm"),
+    (AWQ | {"zero_point": False}, "zero_point='False'"),
+    (AWQ | {"modules_to_not_convert": [None]}, "has modules_to_not_convert='[None]'"),
+    ({"load_in_8bit": True, "quant_method": "bitsandbytes"}, "load_in_4bit='None'"),
+    ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt='e5m2'"),
+    ({"quant_method": "fp8", "weight_block_size": [128, 0]}, "weight_block_size='[128, 0]'"),
+    (
+        {"quant_method": "compressed-tensors", "format": "pack"},
+        "quant_method='compressed-tensors', format='pack'",
+    ),
+    (compressed("nvfp4-pack-quantized", num_bits=4), "format='nvfp4-pack-quantized'"),
+    (compressed("dense") | {"config_groups": {"g": {"weights": 3}}}, "has weights='3'"),
+    (compressed("dense") | {"config_groups": [3]}, "has config_groups='[3]'"),
+    (packed_group(num_bits=3), "num_bits='3'"),
+    (packed_group() | {"transform_config": {"config_groups": {"R1": {}}}}, "transform_config"),
+    (packed_group() | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
+    (packed_group() | {"ignore": ["re:("]}, "'re:(', which is no regular expression"),
+    (["gptq"], "no quant_method"),
+]
+UNSUPPORTED += [({"quantization_config": fields}, message) for fields, message in QUANTIZATION]
+
+
+def present(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields, and those inside them, without the ones that are left out."""
+    return {
+        name: present(value) if isinstance(value, dict) else value
+        for name, value in fields.items()
+        if value is not ABSENT
+    }
+
+
+@pytest.mark.parametrize(
+    ("fields", "message", "error"),
+    [
+        *((*row, NotImplementedError) for row in UNSUPPORTED),
+        *((*row, ValueError) for row in MALFORMED),
+    ],
+)
+def test_a_refusal_is_one_line_that_names_the_field(
+    fields: dict[str, Any], message: str, error: type[Exception]
+):
+    with pytest.raises(error) as refusal:
+        LlamaConfig.from_hf(present(LLAMA | fields))
+    assert message in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_fields_that_say_nothing_are_read():
+    neutral = {"num_local_experts": 0, "embedding_multiplier": 1.0, "use_qk_norm": False}
+    assert LlamaConfig.from_hf(LLAMA | neutral) == LlamaConfig.from_hf(LLAMA)

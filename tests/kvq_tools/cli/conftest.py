@@ -1,0 +1,24 @@
+"""A model that chats."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import shutil
+
+import pytest
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}|{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def talker(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """The model with a chat template that strips messages, as Llama 3's does."""
+    directory = tmp_path_factory.mktemp("talker") / "model"
+    shutil.copytree(model, directory)
+    path = directory / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": TEMPLATE}))
+    return directory
