@@ -119,8 +119,8 @@ def serving(
     warm: bool = True,
     **guarded: Collection[str],
 ) -> Iterator[Running]:
-    """Serve an engine until the block ends. guarded: hosts and origins for `create_app`. warm: False
-    if the worker is to warm the engine up."""
+    """Serve an engine until the block ends. guarded: hosts and origins for `create_app`. warm:
+    False if the worker is to warm the engine up."""
     metrics = Metrics()
     worker = Worker(engine, metrics.first_token.observe, warm=warm)
     metrics.watch(worker)
