@@ -8,7 +8,7 @@ import dataclasses
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -54,7 +54,7 @@ def compile_at_once(
     step = none, none > 0, none.astype(np.float32), np.bool_(False), row_rules([VACANT] * slots)
     chunk = np.zeros((1, width), np.int32), np.zeros(1, np.int32), False
     with ThreadPoolExecutor(2) as threads:
-        done = [threads.submit(work) for work in beside]
+        done: list[Future[Any]] = [threads.submit(work) for work in beside]
         if cache.placement is None:
             for lowered in (
                 lambda: programs.prefill_chunk.lower(llama, row, *chunk, implementation),
