@@ -20,8 +20,9 @@ from benchmarks.quality.model_names import shown
 from benchmarks.report_file import COMMIT, header
 from kvq_jax.files.whole import delete_directory
 from kvq_models import Llama, load_llama, prepare, resolved
+from kvq_models.calibration.fingerprint import partial_fingerprint
 from kvq_models.calibration.fit import calibrate
-from kvq_models.calibration.needs import needs, partial_fingerprint
+from kvq_models.calibration.needs import needs
 from kvq_models.llama.model import HiddenBTD
 from kvq_tools.evaluation.protocol import (
     ScoredText,

@@ -28,8 +28,9 @@ from benchmarks.report_file import COMMIT, from_json, header
 from kvq_jax.cache.paper_bits import paper_bits
 from kvq_jax.files.whole import delete_directory
 from kvq_models import Llama, load_llama, prepare, resolved
+from kvq_models.calibration.fingerprint import partial_fingerprint
 from kvq_models.calibration.fit import calibrate
-from kvq_models.calibration.needs import needs, partial_fingerprint
+from kvq_models.calibration.needs import needs
 from kvq_tools.evaluation import RowQuality, measure_rows
 from kvq_tools.evaluation.journal import Journal
 

@@ -27,6 +27,7 @@ from kvq_tools.cli.console import (
     format_bytes,
     input_errors,
     print_json,
+    progress,
 )
 from kvq_tools.cli.continuation import Continuation
 from kvq_tools.cli.tables import print_line
@@ -74,6 +75,8 @@ def run(options: argparse.Namespace) -> None:
             inputs.warn_beyond(need, config)
             longest = max(len(item.request.prompt) for item in pending)
             engine = engines.loaded(options, size, QUEUE, longest=longest)
+            with progress("compiling"):
+                engine.warm_up()
             started = time.monotonic()
             with interruption.advised("run the same command again to continue"):
                 shown = bar(pending, "generating answers")

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 import kvq_jax as kvq
-from kvq_models.calibration.needs import needs, partial_fingerprint_of
-from kvq_models.inference.method_parameters import calibration_hint, check_calibration
+from kvq_models.calibration.file import calibration_hint, check_calibration
+from kvq_models.calibration.fingerprint import partial_fingerprint_of
+from kvq_models.calibration.needs import needs
 from kvq_models.llama import checkpoint
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.named_models.names import located

@@ -13,7 +13,7 @@ from kvq_models.inference.method_parameters import prepare
 from kvq_models.llama.checkpoint import load_llama
 from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli import device_memory, inputs
-from kvq_tools.cli.console import bar, input_errors, loading, progress
+from kvq_tools.cli.console import bar, input_errors, loading
 
 
 def size_of(
@@ -51,12 +51,11 @@ def loaded(
     queue_limit: int,
     *,
     longest: int | None = None,
-    wait: bool = True,
     prefixes: PrefixStore | None = None,
     placement: kvq.Placement | None = None,
     verify: bool = False,
 ) -> Engine:
-    """Return an engine with the model loaded and its programs compiled.
+    """Return an engine with the model loaded. Its programs are not compiled yet.
 
     Args:
         options: the command line.
@@ -64,7 +63,6 @@ def loaded(
         queue_limit: requests that may wait.
         longest: tokens of the longest prompt to come. Programs for longer prompts are left out,
             which does not change results.
-        wait: compile the programs of longer chunks now, not in the background.
         prefixes: a store of prompts that were already read.
         placement: the mesh that holds model and slots.
         verify: look for damaged memory.
@@ -83,7 +81,7 @@ def loaded(
         )
     with input_errors():
         llama = prepare(llama, options.cache.spec, options.calibration, progress=bar)
-        engine = Engine(
+        return Engine(
             llama,
             options.cache.spec,
             slots=size.slots,
@@ -96,6 +94,3 @@ def loaded(
             placement=placement,
             verify=verify,
         )
-    with progress("compiling"):
-        engine.warm_up(wait=wait)
-    return engine

@@ -12,13 +12,12 @@ from typing import Any
 import jax
 
 import kvq_jax as kvq
-from kvq_models.calibration.file import resolved
+from kvq_models.calibration.file import check_calibration, resolved
 from kvq_models.calibration.needs import needs
 from kvq_models.inference.memory import CACHE_DTYPE
-from kvq_models.inference.method_parameters import check_calibration
-from kvq_models.llama import checkpoint
+from kvq_models.llama import open_checkpoint
 from kvq_models.llama.config import LlamaConfig
-from kvq_models.llama.layer_weights import check_weights
+from kvq_models.llama.weights_needed import check_weights
 from kvq_tools.cli.console import UserError, input_errors, warn
 from kvq_tools.cli.planned import NamedCache
 
@@ -44,7 +43,7 @@ def read_config(model: str, *caches: NamedCache, warn_unmet: bool = True) -> Lla
     """Read the model's configuration and check that every cache fits it. `warn_unmet`: warn of
     options that ask too much of this model."""
     with input_errors():
-        config = checkpoint.read_config(model)
+        config = open_checkpoint.read_config(model)
         for name, spec in caches:
             unmet = kvq.size.unmet_options(kvq.cache.layout(spec, config, 1, 1))
             check_weights(spec, config)
@@ -127,7 +126,7 @@ def raw_config(model: str) -> dict[str, Any]:
     """Return the configuration as the file has it (config.json, or a GGUF file's metadata),
     including what `LlamaConfig` drops."""
     with input_errors():
-        return dict(checkpoint.open_checkpoint(model, "config").fields)
+        return dict(open_checkpoint.open_checkpoint(model, "config").fields)
 
 
 def output_directory(path: str, *, empty: bool = False) -> Path:

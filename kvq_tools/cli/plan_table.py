@@ -8,8 +8,8 @@ from typing import Any
 from kvq_tools.cli import resident
 from kvq_tools.cli.console import format_bytes
 from kvq_tools.cli.tables import print_line, print_table
+from kvq_tools.planning.defaults import METHOD
 from kvq_tools.planning.measuring import FACTOR
-from kvq_tools.planning.unmeasured import METHOD
 
 
 def print_plan(result: dict[str, Any], options: argparse.Namespace) -> None:

@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 import kvq_jax as kvq
 from kvq_jax.cache.spec import CacheSpec
-from kvq_models.inference.method_parameters import check_calibration
-from kvq_models.llama import checkpoint
+from kvq_models.calibration.file import check_calibration
+from kvq_models.llama import open_checkpoint
 from kvq_tools.cli.console import UserError, input_errors
 from kvq_tools.cli.did_you_mean import with_hint
 from kvq_tools.cli.options.values import refusal
-from kvq_tools.planning import kept, unmeasured
-from kvq_tools.planning.unmeasured import METHOD
+from kvq_tools.planning import kept
+from kvq_tools.planning.defaults import METHOD
 
 AUTO = "auto"
 
@@ -49,7 +49,9 @@ class PlannedCache:
         method = self.options.k
         if dataclasses.replace(method, k_widths=0, v_widths=0) != method:
             raise ValueError(f"--cache {self.text}: auto chooses the widths; give bits and windows")
-        file, config = kept.calibration_file(model), checkpoint.read_config(model)
+        from kvq_tools.planning import unmeasured  # imported late: 0.1 s
+
+        file, config = kept.calibration_file(model), open_checkpoint.read_config(model)
         if not file.is_file():
             raise UserError(
                 f"--cache {self.text}: no plan of {model!r} was made yet; `kvq plan {model} --text"

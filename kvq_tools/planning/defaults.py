@@ -1,9 +1,10 @@
-"""The texts and widths on which a plan measures."""
+"""The method of plans, and the texts and widths on which they measure."""
 
 from __future__ import annotations
 
 from kvq_tools.evaluation.defaults import STEP
 
+METHOD = "waterfill"
 MEASURED = (1.5, 2.5, 4.0)  # stored bits at which every side is measured
 SCORED = 4 * STEP  # tokens of a window after the prompt
 WINDOW, WINDOWS = 512 + SCORED, 2

@@ -32,7 +32,8 @@ from kvq_jax.codecs.codec import Side
 from kvq_jax.methods.waterfill import Waterfill
 from kvq_jax.methods.waterfill.widths import written
 from kvq_models.calibration import fit
-from kvq_models.calibration.file import Calibration, load_calibration, resolved, save_calibration
+from kvq_models.calibration.file import Calibration, resolved, save_calibration
+from kvq_models.calibration.fingerprint import load_calibration
 from kvq_models.calibration.progress import Progress
 from kvq_models.calibration.samples import sha256
 from kvq_models.calibration.store import Store
@@ -42,9 +43,9 @@ from kvq_models.llama.model import Llama
 from kvq_tools.evaluation.journal import Journal
 from kvq_tools.evaluation.run import measure_rows
 from kvq_tools.planning.allocation import SIDES, Costs, Widths, costs_of
-from kvq_tools.planning.defaults import MEASURED, SCORED
+from kvq_tools.planning.defaults import MEASURED, METHOD, SCORED
 from kvq_tools.planning.sensitivity import Sensitivity, one_side
-from kvq_tools.planning.unmeasured import METHOD, spec_of, widths_within
+from kvq_tools.planning.unmeasured import spec_of, widths_within
 
 MEASURED_PROFILES = 2
 LEAST = 1e-12  # nats; no cost is 0, so that logarithms exist

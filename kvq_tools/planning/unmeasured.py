@@ -21,8 +21,7 @@ from kvq_jax.methods.waterfill.widths import written
 from kvq_jax.types.array_types import ModelDims
 from kvq_models.calibration.file import Calibration, resolved
 from kvq_tools.planning.allocation import Costs, Widths, costs_of, shared_out
-
-METHOD = "waterfill"
+from kvq_tools.planning.defaults import METHOD
 
 
 def stored_tokens(config: ModelDims, context: int) -> tuple[int, ...]:

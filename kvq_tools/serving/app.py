@@ -148,12 +148,12 @@ def _add_pages(app: FastAPI, service: Service) -> None:
     async def health() -> JSONResponse:
         worker = service.worker
         state = {
-            "status": worker.failure or "ok",
+            "status": worker.failure or ("compiling" if worker.compiling else "ok"),
             "slots": worker.engine.slots,
-            "busy": worker.engine.busy,
+            "busy": 0 if worker.compiling else worker.engine.busy,
             "waiting": worker.waiting,
         }
-        return JSONResponse(state, status_code=503 if worker.failure else 200)
+        return JSONResponse(state, status_code=200 if state["status"] == "ok" else 503)
 
     page = (importlib.resources.files("kvq_tools.serving") / "page.html").read_bytes()
 

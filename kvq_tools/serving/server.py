@@ -50,9 +50,10 @@ def serve(
 ) -> None:
     """Serve until SIGTERM or SIGINT. From then on connections are refused, and accepted requests
     are answered, if clients read them within `grace_seconds`. `ready` is called once clients can
-    connect. A second SIGINT cuts running answers short."""
+    connect. A second SIGINT cuts running answers short. Raises what ended the compilation of the
+    programs."""
     server = server_of(app, ready, grace_seconds=grace_seconds)
-    worker.start()
+    worker.start(lambda: setattr(server, "should_exit", True))
     try:
         let_restart(bound)
         with _without_default_signals():
@@ -60,6 +61,8 @@ def serve(
     finally:
         if not server.force_exit:
             worker.stop()
+    if worker.error is not None:
+        raise worker.error
 
 
 def server_of(

@@ -31,13 +31,28 @@ class AcceptedAnswer:
 
 
 class Worker:
-    """A thread with an engine. on_first_token gets the seconds from acceptance to each answer's
-    first token."""
+    """A thread with an engine.
+
+    Attributes:
+        compiling: True until requests can be served. They are accepted, and wait.
+        failure: the reason why no requests are taken any more, or "".
+        error: the error of `warm_up`, or None.
+
+    Args:
+        engine: what answers.
+        on_first_token: gets the seconds from acceptance to each answer's first token.
+        warm: False if the thread is to call the engine's `warm_up` first.
+    """
 
     def __init__(
-        self, engine: Engine, on_first_token: Callable[[float], None] = lambda seconds: None
+        self,
+        engine: Engine,
+        on_first_token: Callable[[float], None] = lambda seconds: None,
+        *,
+        warm: bool = True,
     ):
-        self.engine, self.failure = engine, ""
+        self.engine, self.failure, self.compiling = engine, "", not warm
+        self.error: Exception | None = None
         self._on_first_token = on_first_token
         self._changed = threading.Condition()
         self._inbox: list[AcceptedAnswer] = []
@@ -47,17 +62,20 @@ class Worker:
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="kvq-engine", daemon=True)
 
-    def start(self) -> None:
+    def start(self, broken: Callable[[], None] = lambda: None) -> None:
+        """Start the thread. `broken` is called if the programs cannot be compiled."""
+        self._broken = broken
         self._thread.start()
 
     def stop(self) -> None:
         """Take no more requests, cancel those that nobody waits for, and return when all have
-        ended."""
+        ended, or at once if none was begun: a compiler cannot be interrupted."""
         with self._changed:
             self._stopping = True
             self._leaving += [*self._inbox, *self._jobs.values()]
             self._changed.notify()
-        self._thread.join()
+        if not self.compiling:
+            self._thread.join()
 
     @property
     def waiting(self) -> int:
@@ -91,7 +109,18 @@ class Worker:
             self._leaving += jobs
             self._changed.notify()
 
+    def _warm_up(self) -> None:
+        try:
+            self.engine.warm_up(wait=False)
+        except Exception as error:
+            self.error = error
+            self._fail(f"its programs cannot be compiled: {type(error).__name__}", for_good=True)
+            self._broken()
+        self.compiling = False
+
     def _run(self) -> None:
+        if self.compiling:
+            self._warm_up()
         failures = 0
         while not self.failure:
             try:
@@ -112,10 +141,13 @@ class Worker:
         except Exception:
             _log.exception("the engine cannot start again")
             failures = MOST_FAILURES
+        self._fail(reason, for_good=failures >= MOST_FAILURES)
+
+    def _fail(self, reason: str, *, for_good: bool) -> None:
         with self._changed:
             left = list(self._jobs.values())
             self._jobs.clear()
-            if failures >= MOST_FAILURES:
+            if for_good:
                 self.failure = reason
                 left, self._inbox = [*left, *self._inbox], []
             self._unended = len(self._inbox)

@@ -31,8 +31,9 @@ from benchmarks.quality.report import Text
 from benchmarks.report_file import COMMIT, from_json, header
 from kvq_jax.files.whole import delete_directory
 from kvq_models import Llama, load_llama, prepare
+from kvq_models.calibration.fingerprint import partial_fingerprint
 from kvq_models.calibration.fit import calibrate
-from kvq_models.calibration.needs import needs, partial_fingerprint
+from kvq_models.calibration.needs import needs
 from kvq_tools.cli.console import UserError
 from kvq_tools.cli.text_input import encode
 from kvq_tools.evaluation.journal import Journal

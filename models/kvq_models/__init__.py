@@ -13,12 +13,8 @@ from typing import TYPE_CHECKING, Any
 from kvq_models.named_models.names import EMBEDDED_FOLDER as EMBEDDED
 
 if TYPE_CHECKING:
-    from kvq_models.calibration.file import (
-        Calibration,
-        load_calibration,
-        resolved,
-        save_calibration,
-    )
+    from kvq_models.calibration.file import Calibration, resolved, save_calibration
+    from kvq_models.calibration.fingerprint import load_calibration
     from kvq_models.calibration.fit import calibrate
     from kvq_models.inference.checked_input import right_padded
     from kvq_models.inference.decoding import decode_step, prefill, score
@@ -43,7 +39,7 @@ _MODULES = {
     "generate": "inference.generation",
     "generate_drafted": "inference.speculation",
     "generate_stream": "inference.generation",
-    "load_calibration": "calibration.file",
+    "load_calibration": "calibration.fingerprint",
     "load_llama": "llama.checkpoint",
     "prefill": "inference.decoding",
     "prepare": "inference.method_parameters",

@@ -1,4 +1,8 @@
-"""`kvq memory`: count the bytes of a cache, from config.json alone."""
+"""`kvq memory`: count the bytes of a cache, from config.json alone.
+
+Tables that few ask for are imported when they are: some need Flax, whose import takes longer than
+all counting.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from kvq_jax.cache.paper_bits import paper_bits
 from kvq_jax.cache.size import parameter_bytes
 from kvq_jax.peak_rates import Device
 from kvq_models.llama.config import LlamaConfig
-from kvq_tools.cli import inputs, memory_fits, memory_mesh, memory_roofline, resident
+from kvq_tools.cli import inputs, resident
 from kvq_tools.cli.console import UserError, format_bytes, print_json, progress
 from kvq_tools.cli.tables import print_line, print_table
 
@@ -28,6 +32,8 @@ def run(options: argparse.Namespace) -> None:
     if Path(options.model).name == "config.json":
         options.model = str(Path(options.model).parent)
     if not options.cache:
+        from kvq_tools.cli import memory_fits
+
         return memory_fits.run(options)
     config = inputs.read_config(options.model, *options.cache)
     context = options.context or config.positions
@@ -49,17 +55,15 @@ def run(options: argparse.Namespace) -> None:
         "budget_bytes": options.budget,
         "max_position_embeddings": config.max_position_embeddings,
         "bf16_bytes": kvq.size.dense_nbytes(config, options.batch, context),
-        "device": (
-            None
-            if options.roofline is None
-            else memory_roofline.describe_device(options.roofline, config)
-        ),
+        "device": _device(options.roofline, config),
         "caches": caches,
     }
     if options.json:
         return print_json("memory", result)
     _print(result)
     if options.mesh is not None:
+        from kvq_tools.cli import memory_mesh
+
         memory_mesh.print_shares(caches, options.device)
 
 
@@ -68,6 +72,8 @@ def _on_mesh(
 ) -> dict[str, Any] | None:
     if options.mesh is None:
         return None
+    from kvq_tools.cli import memory_mesh
+
     sizes = options.batch, context, options.dtype
     return memory_mesh.describe(spec, config, *sizes, options.mesh, options.devices, options.device)
 
@@ -103,14 +109,27 @@ def describe(
         "largest_context": (
             None if budget is None else resident.largest_context(spec, config, batch, dtype, budget)
         ),
-        "roofline": (
-            None
-            if device is None
-            else memory_roofline.describe(
-                layout, config, parameter_bytes(layout), jnp.dtype(dtype).itemsize, device
-            )
-        ),
+        "roofline": _roofline(layout, config, dtype, device),
     }
+
+
+def _device(device: Device | None, config: LlamaConfig) -> dict[str, Any] | None:
+    if device is None:
+        return None
+    from kvq_tools.cli import memory_roofline
+
+    return memory_roofline.describe_device(device, config)
+
+
+def _roofline(
+    layout: Cache, config: LlamaConfig, dtype: str, device: Device | None
+) -> dict[str, Any] | None:
+    if device is None:
+        return None
+    from kvq_tools.cli import memory_roofline
+
+    itemsize = jnp.dtype(dtype).itemsize
+    return memory_roofline.describe(layout, config, parameter_bytes(layout), itemsize, device)
 
 
 def paper_layout_bytes(cache: Cache) -> int | None:
@@ -167,6 +186,8 @@ def _print(result: dict[str, Any]) -> None:
     for cache in result["caches"]:
         _print_notes(cache)
     if result["device"] is not None:
+        from kvq_tools.cli import memory_roofline
+
         memory_roofline.print_roofline(result["caches"], result["device"])
     if result["budget_bytes"] is not None:
         print_line(

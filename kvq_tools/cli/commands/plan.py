@@ -12,16 +12,14 @@ from typing import Any
 import numpy as np
 
 import kvq_jax as kvq
-from kvq_models.calibration.file import Calibration, predicted_divergence
-from kvq_models.inference.method_parameters import check_calibration
+from kvq_models.calibration.file import Calibration, check_calibration, predicted_divergence
 from kvq_models.llama.checkpoint import load_llama
 from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli import inputs, interruption, plan_speed, plan_table, resident, text_input
 from kvq_tools.cli.console import UserError, bar, format_bytes, input_errors, loading, print_json
 from kvq_tools.planning import figure, kept, unmeasured
-from kvq_tools.planning.defaults import LENGTH, SAMPLES, SCORED, WINDOW
+from kvq_tools.planning.defaults import LENGTH, METHOD, SAMPLES, SCORED, WINDOW
 from kvq_tools.planning.measuring import FACTOR, Checked, Planner, PlanRequest
-from kvq_tools.planning.unmeasured import METHOD
 
 SHOWN = (1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0)  # bits of the table's other rows
 FEWEST_BITS, MOST_BITS = 1, 8

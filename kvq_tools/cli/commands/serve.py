@@ -64,7 +64,6 @@ def _serve(options: argparse.Namespace, api_keys: list[str], bound: socket.socke
             options,
             size,
             options.queue,
-            wait=False,
             prefixes=prefixes,
             placement=placement,
             verify=options.verify and placement is None,
@@ -90,7 +89,7 @@ def _answer(
     from kvq_tools.serving.worker import Worker
 
     metrics = Metrics()
-    worker = Worker(engine, metrics.first_token.observe)
+    worker = Worker(engine, metrics.first_token.observe, warm=False)
     metrics.watch(worker)
     name = options.name or options.model.rstrip("/").rpartition("/")[2]
     service = Service(
@@ -121,7 +120,7 @@ def _answer(
             f"[{engine.counts.new_tokens} tokens in {sum(engine.counts.ended.values())} answers;"
             " stopped]"
         )
-    if engine.compiling:
+    if engine.compiling or worker.compiling:
         interruption.leave(0)  # tearing an interpreter down while a compiler runs crashes
 
 
@@ -194,5 +193,6 @@ def _print(options: argparse.Namespace, server: dict[str, Any]) -> None:
     print_line(
         f"[serving {server['name']} at {server['url']}/v1: {server['slots']} slots of"
         f" {server['capacity']} tokens with {options.cache.text},"
-        f" {format_bytes(server['cache_bytes'])}{split}; up to {server['queue']} more wait]"
+        f" {format_bytes(server['cache_bytes'])}{split}; up to {server['queue']} more wait;"
+        " /health is ok once programs are compiled, and requests wait until then]"
     )

@@ -33,8 +33,7 @@ from kvq_jax.codecs.codec import Side
 from kvq_jax.files.checksum import read_tensors, save_tensors
 from kvq_jax.methods.base import Method
 from kvq_jax.types.array_types import ModelDims
-from kvq_models.calibration.needs import Need, needs, partial_fingerprint
-from kvq_models.llama.model import Llama
+from kvq_models.calibration.needs import Need, needs
 
 FORMAT, VERSION, WITHOUT_CHECKSUM = "kvq-calibration", "2", "1"
 _TENSOR = re.compile(r"(layers\.\d+\.[kv])\.(.+)")
@@ -74,7 +73,7 @@ class Calibration:
     Args:
         spec: the cache spec that was calibrated, with the options that the calibration decided.
         dims: the model's dimensions.
-        model_fingerprint: the model's `partial_fingerprint` (needs.py).
+        model_fingerprint: the model's `partial_fingerprint` (fingerprint.py).
         keys: the options that each side of a layer ("layers.0.k") was fitted for.
         origin: the text and the settings.
         tensors: the arrays by name ("layers.0.k.name").
@@ -99,6 +98,9 @@ class Calibration:
             for name, array in self.tensors.items()
             if name.startswith(prefix)
         }
+
+
+Given = Calibration | str | os.PathLike[str]  # a calibration or its file
 
 
 def resolved(spec: CacheSpec | str, calibration: Calibration) -> CacheSpec:
@@ -164,23 +166,32 @@ def save_calibration(calibration: Calibration, path: str | os.PathLike[str]) -> 
     save_tensors(path, calibration.tensors, header)
 
 
-def load_calibration(
-    path: str | os.PathLike[str], llama: Llama, spec: CacheSpec | str
-) -> Calibration:
-    """Read a calibration for `spec` and this model, after checking everything about it.
+def check_calibration(
+    spec: CacheSpec,
+    config: ModelDims,
+    calibration: Given | None,
+    model_fingerprint: str | None = None,
+) -> Calibration | None:
+    """Return the checked calibration for `spec`, or None if it needs none. Raises as `prepare`
+    does.
 
-    Args:
-        path: a file written by `save_calibration`.
-        llama: the model; its weights are compared by a hash.
-        spec: the cache to use the calibration for.
-
-    Raises FileNotFoundError if there is no file, and ValueError, in one line, if the file is not a
-    calibration, cannot be read, or does not match its checksum, or naming what differs: the model,
-    the options it was calibrated for, a missing layer, or a tensor that is missing, unknown, not
-    finite, or of another shape or dtype. A file without a checksum, from an older version, is read
-    with a warning.
+    Without `model_fingerprint`, everything but the weights is compared.
     """
-    return read_calibration(path, parse(spec), llama.config, partial_fingerprint(llama))
+    if calibration is None:
+        if needs(spec, config):
+            raise ValueError(f"{str(spec)!r} needs a calibration: {calibration_hint(spec)}")
+        return None
+    if not isinstance(calibration, Calibration):
+        return read_calibration(calibration, spec, config, model_fingerprint)
+    check_tensors("a calibration in memory", calibration, spec, config, model_fingerprint)
+    return calibration
+
+
+def calibration_hint(spec: CacheSpec) -> str:
+    return (
+        f"make one with kvq calibrate MODEL --text FILE --cache '{spec}' --out F.safetensors, then"
+        " give --calibration F.safetensors"
+    )
 
 
 def read_calibration(

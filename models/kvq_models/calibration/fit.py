@@ -29,14 +29,16 @@ from kvq_jax.types.rope import Rope, rotate
 from kvq_models.calibration import samples as text_samples
 from kvq_models.calibration.activations import record
 from kvq_models.calibration.file import Calibration, Origin, resolved
-from kvq_models.calibration.needs import Need, needs, partial_fingerprint
+from kvq_models.calibration.fingerprint import partial_fingerprint
+from kvq_models.calibration.needs import Need, needs
 from kvq_models.calibration.progress import Progress
 from kvq_models.calibration.store import Identity, Store
 from kvq_models.llama.config import LlamaConfig
-from kvq_models.llama.layer_weights import check_weights, layer_weights
+from kvq_models.llama.layer_weights import layer_weights
 from kvq_models.llama.model import Layer, Llama
 from kvq_models.llama.packed_loading import dense_llama
 from kvq_models.llama.rope import ropes_for
+from kvq_models.llama.weights_needed import check_weights
 
 
 def calibrate(

@@ -8,7 +8,6 @@ The model carries them together with the options they were made for, as static t
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Iterable, Iterator
 
 import jax
@@ -24,15 +23,15 @@ from kvq_jax.codecs.codec import Codec, Side
 from kvq_jax.methods.base import Method
 from kvq_jax.placement.processes import fetched
 from kvq_jax.types.array_types import Tree
-from kvq_models.calibration.file import Calibration, check_tensors, read_calibration
-from kvq_models.calibration.needs import needs, partial_fingerprint
+from kvq_models.calibration.file import Calibration, Given, check_calibration
+from kvq_models.calibration.fingerprint import partial_fingerprint
+from kvq_models.calibration.needs import needs
 from kvq_models.calibration.progress import Progress
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.layer_weights import layer_weights
 from kvq_models.llama.model import Llama
 from kvq_models.llama.sharding import mesh_of_weights
 
-Given = Calibration | str | os.PathLike[str]  # a calibration or its file
 # (k, v) of every layer: the options that its parameters depend on, "" if it needs none
 Purpose = tuple[tuple[str, str], ...]
 
@@ -125,34 +124,6 @@ def parameters_for(llama: Llama, spec: CacheSpec) -> tuple[Tree, ...]:
                         f" {asked!r}: prepare(llama, {str(spec)!r}) makes them"
                     )
     return carried or ((),) * len(llama.layers)
-
-
-def check_calibration(
-    spec: CacheSpec,
-    config: LlamaConfig,
-    calibration: Given | None,
-    model_fingerprint: str | None = None,
-) -> Calibration | None:
-    """Return the checked calibration for `spec`, or None if it needs none. Raises as `prepare`
-    does.
-
-    Without `model_fingerprint`, everything but the weights is compared.
-    """
-    if calibration is None:
-        if needs(spec, config):
-            raise ValueError(f"{str(spec)!r} needs a calibration: {calibration_hint(spec)}")
-        return None
-    if not isinstance(calibration, Calibration):
-        return read_calibration(calibration, spec, config, model_fingerprint)
-    check_tensors("a calibration in memory", calibration, spec, config, model_fingerprint)
-    return calibration
-
-
-def calibration_hint(spec: CacheSpec) -> str:
-    return (
-        f"make one with kvq calibrate MODEL --text FILE --cache '{spec}' --out F.safetensors, then"
-        " give --calibration F.safetensors"
-    )
 
 
 def _parameters(

@@ -12,11 +12,12 @@ The gguf library's reader makes an object of every entry of a vocabulary, which 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import mmap
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ class GgufHeader:
                 raise CheckpointError(f"{str(self.path)!r} holds field {name!r} twice")
             positions[name] = (kind, at + 4)
             at = self._end(kind, at + 4)
-        self.fields: Mapping[str, Any] = _Fields(self, positions)
+        self.fields = GgufFields(self, positions)
         self._read_tensors(tensors, at)
 
     def _read_tensors(self, count: int, at: int) -> None:
@@ -127,10 +128,28 @@ class GgufHeader:
         at += 12
         if kind != _STRING:
             return list(self._numbers(f"<{count}{self._scalar(kind)}", at))
-        texts, buffer, size = list[str](), self._buffer, len(self._buffer)
-        for _ in range(count):  # hundreds of thousands: no calls that can be spared
+        return self._texts(at, range(count))
+
+    def texts(self, kind: int, at: int, places: Sequence[int]) -> list[str]:
+        """Return the texts at these places of an array, in order, and decode no others. Returns
+        none of a value that is no array of texts, and none beyond its end."""
+        if kind != _ARRAY:
+            return []
+        kind, count = self._numbers("<IQ", at)
+        if kind != _STRING:
+            return []
+        return self._texts(at + 12, [place for place in places if place < count])
+
+    def _texts(self, at: int, places: Sequence[int]) -> list[str]:
+        texts, buffer, size, place = list[str](), self._buffer, len(self._buffer), 0
+        length = _LENGTH.unpack_from
+        for chosen in places:  # hundreds of thousands: no calls that can be spared
+            while place < chosen:
+                at += 8 + length(buffer, at)[0]
+                place += 1
             start = at + 8
-            at = start + _LENGTH.unpack_from(buffer, at)[0]
+            at = start + length(buffer, at)[0]
+            place += 1
             if at > size:
                 raise struct.error(f"a text ends at byte {at} of {size}")
             texts.append(buffer[start:at].decode())
@@ -146,8 +165,9 @@ class GgufHeader:
         at += 12
         if kind != _STRING:
             return at + count * struct.calcsize(f"<{self._scalar(kind)}")
+        buffer, length = self._buffer, _LENGTH.unpack_from
         for _ in range(count):
-            at += 8 + _LENGTH.unpack_from(self._buffer, at)[0]
+            at += 8 + length(buffer, at)[0]
         return at
 
     def _scalar(self, kind: int) -> str:
@@ -169,7 +189,7 @@ class GgufHeader:
         return struct.unpack_from(layout, self._buffer, at)
 
 
-class _Fields(Mapping[str, Any]):
+class GgufFields(Mapping[str, Any]):
     """The metadata of a file. Each value is decoded once, when it is asked for."""
 
     def __init__(self, header: GgufHeader, positions: Mapping[str, tuple[int, int]]) -> None:
@@ -178,13 +198,26 @@ class _Fields(Mapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._values:
-            try:
+            with self._errors(name):
                 self._values[name] = self._header.value(*self._positions[name])
-            except (struct.error, UnicodeDecodeError, OverflowError) as error:
-                raise CheckpointError(
-                    f"{str(self._header.path)!r} holds a damaged field {name!r}: {error}"
-                ) from error
         return self._values[name]
+
+    def texts(self, name: str, places: Sequence[int]) -> list[str]:
+        """Return the texts at some places of an array, in increasing order, and decode no others.
+        Returns none if the field is missing or no array of texts."""
+        if name not in self._positions:
+            return []
+        with self._errors(name):
+            return self._header.texts(*self._positions[name], places)
+
+    @contextlib.contextmanager
+    def _errors(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except (struct.error, UnicodeDecodeError, OverflowError) as error:
+            raise CheckpointError(
+                f"{str(self._header.path)!r} holds a damaged field {name!r}: {error}"
+            ) from error
 
     def __contains__(self, name: object) -> bool:
         return name in self._positions

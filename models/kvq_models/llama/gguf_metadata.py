@@ -15,7 +15,8 @@ from kvq_models.llama import generation_defaults
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.end_tokens import end_tokens
 from kvq_models.llama.gguf_families import MODEL_TYPES, family_fields, windows
-from kvq_models.llama.gguf_fields import Fields, check_all_known, number, text, token, whole
+from kvq_models.llama.gguf_fields import check_all_known, number, text, token, whole
+from kvq_models.llama.gguf_header import GgufFields
 from kvq_models.llama.gguf_rope import ROPE_FACTORS, llama3_rope, ropes_of
 from kvq_models.llama.layer_kinds import checked_layers
 
@@ -23,7 +24,7 @@ CONTROL, USER_DEFINED = 3, 4  # types of tokens
 
 
 def config_of(
-    fields: Fields, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str], np.ndarray]
+    fields: GgufFields, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str], np.ndarray]
 ) -> LlamaConfig:
     """Return the model's configuration, from the file's metadata.
 
@@ -94,15 +95,17 @@ def config_of(
     )
 
 
-def _control_tokens(fields: Fields) -> dict[str, int]:
+def _control_tokens(fields: GgufFields) -> dict[str, int]:
     """Return the ids of the vocabulary's control tokens and of those that its user defined, except
-    Gemma's </s>, which is HTML. A broken vocabulary has none, which the tokenizer will name."""
-    tokens = fields.get("tokenizer.ggml.tokens")
+    Gemma's </s>, which is HTML. A broken vocabulary has none, which the tokenizer will name. The
+    texts of other tokens, often a hundred thousand, are not decoded."""
     kinds = fields.get("tokenizer.ggml.token_type")
-    if not isinstance(tokens, list) or not isinstance(kinds, list):
+    if not isinstance(kinds, list):
         return {}
+    places = [i for i, kind in enumerate(kinds) if kind in (CONTROL, USER_DEFINED)]
+    texts = fields.texts("tokenizer.ggml.tokens", places)
     return {
         one: i
-        for i, (one, kind) in enumerate(zip(tokens, kinds, strict=False))
-        if kind == CONTROL or (kind == USER_DEFINED and one != "</s>")
+        for i, one in zip(places, texts, strict=False)
+        if kinds[i] == CONTROL or one != "</s>"
     }

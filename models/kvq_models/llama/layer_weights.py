@@ -8,12 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kvq_jax.cache.cache import plans_for
-from kvq_jax.cache.spec import CacheSpec
-from kvq_jax.codecs.bias_subtracting import check_bias
 from kvq_jax.types.array_types import ArraySpec, LayerWeights
-from kvq_models.llama.config import LlamaConfig
-from kvq_models.llama.model import Layer, RMSNorm, abstract_llama
+from kvq_models.llama.model import Layer, RMSNorm
 from kvq_models.llama.packed_weights import dense
 
 
@@ -45,21 +41,3 @@ def _factor(norm: RMSNorm) -> Any:
     if isinstance(scale, ArraySpec):
         return dataclasses.replace(scale, dtype="float32")
     return jax.ShapeDtypeStruct(scale.shape, jnp.float32)
-
-
-def check_weights(spec: CacheSpec, config: LlamaConfig) -> None:
-    """Raise ValueError, in one line, if the spec needs weights that a model of this config does
-    not have."""
-    plan = plans_for(spec, config)[0]
-    if not spec.subtract_bias and not any(codec.facts.rebuilds for codec in plan.codecs):
-        return
-    weights = layer_weights(
-        abstract_llama(dataclasses.replace(config, num_hidden_layers=1)).layers[0]
-    )
-    if weights is None:
-        raise ValueError(
-            f"{str(spec)!r} builds on a layer's weights, which {config.model_type} uses in another"
-            " order: take a cache of keys and values alone, such as 'kivi:bits=4'"
-        )
-    if spec.subtract_bias:
-        check_bias(weights)

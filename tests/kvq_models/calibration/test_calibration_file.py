@@ -15,7 +15,8 @@ from safetensors.numpy import load_file
 import kvq_jax as kvq
 from kvq_jax.files.checksum import save_tensors
 from kvq_models import load_calibration, prefill, prepare, resolved, save_calibration
-from kvq_models.calibration.needs import needs, partial_fingerprint
+from kvq_models.calibration.fingerprint import partial_fingerprint
+from kvq_models.calibration.needs import needs
 from kvq_models.llama import hf_names
 from tests.kvq_models.calibration_runs import KEYS_ONLY, SPEC, model, one_line, run
 from tests.kvq_models.checkpoints import random_llama, random_tokens, row_errors, tiny_config

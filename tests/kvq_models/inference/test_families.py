@@ -14,7 +14,7 @@ import pytest
 import kvq_jax as kvq
 from kvq_models import decode_step, forward, prefill, prepare
 from kvq_models.llama.config import LlamaConfig
-from kvq_models.llama.layer_weights import check_weights
+from kvq_models.llama.weights_needed import check_weights
 from tests.kvq_models.checkpoints import CASES, SIZES, random_llama, random_tokens, row_errors
 
 LENGTHS, LENGTH = (40, 23), 48

@@ -6,13 +6,14 @@ from __future__ import annotations
 import pathlib
 import re
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 import gguf
 import numpy as np
 import pytest
 
-from kvq_models.llama import gguf_fields, gguf_header
+from kvq_models.llama import gguf_fields, gguf_header, gguf_metadata
 from kvq_models.llama.checkpoint import load_llama, open_checkpoint, read_config, save_llama
 from kvq_models.llama.gguf_families import MODEL_TYPES
 from kvq_models.llama.gguf_header import GgufHeader
@@ -279,3 +280,25 @@ def test_another_architecture_is_refused_without_a_look_at_the_vocabulary(
     assert "GGUF architecture 'gemma' is not supported" in refused(lambda: read_config(path))
     assert gguf_header._ARRAY not in decoded
     assert decoded, "the control: texts are decoded by this function"
+
+
+def test_a_configuration_decodes_the_texts_of_control_tokens_alone(
+    llama: Llama, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = write_gguf(llama, tmp_path / "m.gguf", tokenizer=byte_level())
+    decoded, texts = [], GgufHeader._texts
+
+    def counted(header: GgufHeader, at: int, places: Sequence[int]) -> list[str]:
+        decoded.append(texts(header, at, places))
+        return decoded[-1]
+
+    monkeypatch.setattr(GgufHeader, "_texts", counted)
+    config, fields = read_config(path), GgufHeader(path).fields
+    vocabulary = fields["tokenizer.ggml.tokens"]
+    kinds = fields["tokenizer.ggml.token_type"]
+    control = [i for i, kind in enumerate(kinds) if kind == gguf_metadata.CONTROL]
+    assert decoded[0] == [vocabulary[i] for i in control]
+    assert 0 < len(control) < len(vocabulary) / 2, "the control: most tokens are ordinary"
+    assert set(config.eos_token_ids) <= set(control)
+    assert fields.texts("tokenizer.ggml.tokens", [1, 3, 10**9]) == [vocabulary[1], vocabulary[3]]
+    assert fields.texts("tokenizer.ggml.token_type", [0]) == fields.texts("no.field", [0]) == []

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 import kvq_jax as kvq
 from kvq_models import generate, prepare
-from kvq_models.calibration.needs import partial_fingerprint
+from kvq_models.calibration.fingerprint import partial_fingerprint
 from kvq_models.llama import packed_loading, packed_weights
 from kvq_models.llama.checkpoint import CheckpointError, load_llama, save_llama
 from kvq_models.llama.gguf_blocks import KINDS, packed_matrix

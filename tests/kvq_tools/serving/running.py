@@ -116,11 +116,13 @@ def serving(
     keys: Sequence[str] = (KEY,),
     connections: ConnectionLimits | None = None,
     grace_seconds: float = 60,
+    warm: bool = True,
     **guarded: Collection[str],
 ) -> Iterator[Running]:
-    """Serve an engine until the block ends. guarded: hosts and origins for `create_app`."""
+    """Serve an engine until the block ends. guarded: hosts and origins for `create_app`. warm:
+    False if the worker is to warm the engine up."""
     metrics = Metrics()
-    worker = Worker(engine, metrics.first_token.observe)
+    worker = Worker(engine, metrics.first_token.observe, warm=warm)
     metrics.watch(worker)
     service = Service(
         worker,

@@ -1,33 +1,83 @@
-"""Compile an engine's prefill programs beside it, while its other requests decode."""
+"""Compile an engine's programs: those of every request at once, before the first one, and those of
+longer prompts beside it, while its other requests decode."""
 
 from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
 import threading
-from collections.abc import Iterable
-from concurrent.futures import Future
-from typing import TypeAlias
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
+from jaxtyping import Array, Float
 
 from kvq_jax.attention.dispatch import Implementation
 from kvq_jax.cache.cache import Cache
 from kvq_models.inference.engine import programs
+from kvq_models.inference.engine.accepted import VACANT
+from kvq_models.inference.row_sampling import row_rules
 from kvq_models.llama.model import Llama
 
 Kind: TypeAlias = tuple[int, bool]  # the width of a program, and True if it scores the prompt
 
 
+def compile_at_once(
+    llama: Llama,
+    cache: Cache,
+    row: Cache,
+    offsets: programs.Offsets,
+    logits: Float[Array, "1 V"],
+    width: int,
+    implementation: Implementation,
+    beside: Iterable[Callable[[], object]] = (),
+) -> None:
+    """Compile the programs that read a prompt of this width, fill a slot and step, on two threads:
+    XLA holds no lock of Python's while it compiles, or loads what it has compiled before. Nothing
+    is consumed. On a mesh nothing is compiled, because outputs decide the shardings of the next
+    program's inputs.
+
+    Args:
+        llama: the model.
+        cache: the slots' cache.
+        row: the cache of a prompt.
+        offsets: what requests add to the logits.
+        logits: like those after a prompt.
+        width: of a chunk.
+        implementation: of attention.
+        beside: other work for these threads.
+    """
+    slots, vacant = cache.batch, row_rules([VACANT])
+    none = np.zeros(slots, np.int32)
+    step = none, none > 0, none.astype(np.float32), np.bool_(False), row_rules([VACANT] * slots)
+    chunk = np.zeros((1, width), np.int32), np.zeros(1, np.int32), False
+    with ThreadPoolExecutor(2) as threads:
+        done: list[Future[Any]] = [threads.submit(work) for work in beside]
+        if cache.placement is None:
+            for lowered in (
+                lambda: programs.prefill_chunk.lower(llama, row, *chunk, implementation),
+                lambda: programs.step_slots.lower(llama, cache, offsets, *step, implementation),
+                lambda: programs.fill_slot.lower(
+                    cache, row, offsets, np.int32(0), logits, programs.padded_bias(()), vacant
+                ),
+            ):
+                done.append(threads.submit(lowered().compile))
+        for one in done:
+            one.result()
+
+
 class Compiler:
     """A thread that compiles programs as they are asked for. It holds a row of the cache while it
-    is at work. row: the layout of a prompt's row."""
+    is at work. row: the layout of a prompt's row. width: of the program that is compiled."""
 
-    def __init__(self, llama: Llama, row: Cache, implementation: Implementation):
+    def __init__(self, llama: Llama, row: Cache, implementation: Implementation, width: int):
         self._llama, self._layout, self._implementation = llama, row, implementation
         self._lock = threading.Lock()  # one at a time
-        self.programs: dict[Kind, Future[None]] = {}
+        compiled = Future[None]()
+        compiled.set_result(None)
+        self.programs: dict[Kind, Future[None]] = {(width, False): compiled}
 
     @property
     def busy(self) -> bool:

@@ -17,7 +17,6 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 
 import jax
 import numpy as np
@@ -31,7 +30,7 @@ from kvq_jax.placement.placement import Placement
 from kvq_models.inference.decoding import implementations
 from kvq_models.inference.engine import programs
 from kvq_models.inference.engine.accepted import VACANT, Accepted, Counts
-from kvq_models.inference.engine.compiling import Compiler
+from kvq_models.inference.engine.compiling import Compiler, compile_at_once
 from kvq_models.inference.engine.limits import QUEUE_LIMIT
 from kvq_models.inference.engine.prefix_rows import PrefixRows
 from kvq_models.inference.engine.prefixes import PrefixStore
@@ -154,17 +153,18 @@ class Engine:
         """
         if not self.idle:
             raise ValueError("an engine is warmed up before it has requests")
-        rows, self._rows = self._rows, None
+        rows, sweep, self._rows, self._sweep = self._rows, self._sweep, None, None
+        buffers = self.cache, self._row, self._offsets, self._no_logits
+        beside = () if rows is None else (lambda: rows.scope,)
+        compile_at_once(self.llama, *buffers, self.widths[0], self.implementation, beside)
         for request in (Request((0,) * self.widths[0], 0), Request((0,), 2)):
             self.submit(request)
             while not self.idle:
                 self.advance()
-        self.counts, self._rows = Counts(), rows
-        if self._sweep is not None:
-            self._sweep.compile(self.cache, self._row)
-        self._compiler = Compiler(self.llama, self._row_layout, self.implementation)
-        self._compiler.programs[self.widths[0], False] = ready = Future()
-        ready.set_result(None)
+        if sweep is not None:
+            sweep.compile(self.cache, self._row)
+        self.counts, self._rows, self._sweep = Counts(), rows, sweep
+        self._compiler = Compiler(self.llama, self._row_layout, self.implementation, self.widths[0])
         wider = [(width, False) for width in self.widths[1:]]
         self._compiler.start(wider)
         if wait:

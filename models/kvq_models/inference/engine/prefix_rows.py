@@ -3,6 +3,8 @@ every chunk."""
 
 from __future__ import annotations
 
+import functools
+
 import jax
 
 from kvq_jax.attention.dispatch import Implementation
@@ -28,7 +30,15 @@ class PrefixRows:
     ):
         self._store, self._chunk = store, widths[-1]
         self._pieces = RowPieces(row, llama.config.vocab_size)
-        self._scope = scope_of(row, fingerprint(llama), widths, implementation)
+        layout = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), row)
+        self._facts = layout, llama, widths, implementation
+
+    @functools.cached_property
+    def scope(self) -> bytes:
+        """Return what tells rows of this model and engine from others in the store. It reads all
+        weights, so it is computed after the server listens."""
+        row, llama, widths, implementation = self._facts
+        return scope_of(row, fingerprint(llama), widths, implementation)
 
     def recall(
         self, accepted: Accepted, row: Cache, counts: Counts
@@ -41,7 +51,7 @@ class PrefixRows:
             before = count * self._chunk
             return self._pieces.fits(piece, before, min(before + self._chunk, length))
 
-        accepted.keys = chunk_keys(self._scope, request.prompt, self._chunk, request.owner)
+        accepted.keys = chunk_keys(self.scope, request.prompt, self._chunk, request.owner)
         pieces = self._store.longest(accepted.keys, fits)
         counts.prefix_lookups += 1
         if not pieces:

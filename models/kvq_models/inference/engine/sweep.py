@@ -45,9 +45,12 @@ class Sweep:
         self._latest: tuple[Cache, Seals] | None = None
 
     def compile(self, cache: Cache, row: Cache) -> None:
-        """Run every program once. The row is empty."""
-        seal(cache)
-        self._empty = seal(row)
+        """Run every program once. The row is empty. Layers of equal plans share their program, and
+        are equal while they are empty."""
+        first = {plan: i for i, plan in reversed(list(enumerate(row.plans)))}
+        seal(cache, sorted(first.values()))
+        sealed = seal(row, sorted(first.values()))
+        self._empty = {i: sealed[first[plan]] for i, plan in enumerate(row.plans)}
 
     def empty(self, row: Cache, counts: Counts) -> Cache:
         """Return a row before its prompt, or a new one if it was damaged while it was empty."""
