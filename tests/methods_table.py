@@ -149,6 +149,9 @@ METHOD_CASES = (
         0.128,
     ),
     MethodCase(
+        "waterfill_eigen", "waterfill:bits=3,key_basis=eigen,sink=5,recent=3,block=16", 3.0, 0.1546
+    ),
+    MethodCase(
         "waterfill_values", "k=dense+v=waterfill:bits=2+cache:sink=5,recent=4,block=16", 9.0, 0.2054
     ),
     MethodCase("xquant4", "xquant:sink=2,recent=3,block=16", 5.125, 0.0875),
