@@ -3,6 +3,7 @@ method's."""
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from kvq_jax.cache.cache import CacheDims
 from kvq_jax.codecs.codec import TokensAt
 from kvq_jax.types.rope import Rope, rotate
 from kvq_models import EMBEDDED, load_llama
+from kvq_tools.evaluation.protocol import passage
 from laboratory.waterfill import moments, variants
 from laboratory.waterfill.simulation import kl_through, scene_of
 
@@ -20,7 +22,7 @@ HEADS, WIDTH, TOKENS = 2, 64, 96
 
 def test_rows_read_exactly_cost_nothing_and_others_do():
     llama, tokenizer = load_llama(EMBEDDED, dtype="float32", weights="dense")
-    ids = np.asarray(tokenizer("It was a dark night. " * 40).input_ids[:129], np.int32)
+    ids = np.asarray(tokenizer(passage()).input_ids[:129], np.int32)
     scene = scene_of(llama, ids[None], 96)
 
     def read(scale: float):
@@ -29,8 +31,9 @@ def test_rows_read_exactly_cost_nothing_and_others_do():
 
         return kl_through(llama, scene, quantize).mean()
 
-    assert read(1.0) < 1e-5
-    assert read(0.5) > 1e-3
+    exact = read(1.0)
+    assert exact < 1e-5
+    assert read(0.0) > 100 * max(exact, 1e-6), "rows that are not read"
 
 
 @pytest.mark.parametrize("options", ["", ",key_basis=eigen"])
@@ -58,7 +61,7 @@ def test_the_simulated_waterfill_reads_rows_as_the_method_does(options: str):
     window = jnp.asarray(np.moveaxis(rows[:TOKENS], 0, 1))[None]
     for side in moments.SIDES:
         codec = getattr(spec, side).codec(side, 0, dims, 32, "float32")
-        params = codec.learning.calibrate(rows, slopes)
+        params = jax.tree.map(jnp.asarray, codec.learning.calibrate(rows, slopes))
         body = codec.quantize(params, (), window, TokensAt(positions, prefill=True))
         wanted = codec.vectors(params, codec.dequantize(params, (), body), positions, rope)
         read = variant(0, side, window, positions, rope)
