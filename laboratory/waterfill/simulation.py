@@ -54,6 +54,7 @@ def _exact(
     layer: Layer, hidden: HiddenBTD, positions: PositionsBT, ropes: Ropes
 ) -> tuple[HiddenBTD, RowsBKTH, RowsBKTH]:
     inputs = layer.attention_inputs(hidden, positions, positions >= 0, ropes)
+    assert inputs.k_pre is not None
     attended = causal_attention(
         inputs.q_rot, inputs.k_rot, inputs.v, positions >= 0, layer.attention, None
     )
@@ -65,6 +66,7 @@ def _projected(
     layer: Layer, hidden: HiddenBTD, positions: PositionsBT, ropes: Ropes
 ) -> tuple[Array, RowsBKTH, RowsBKTH]:
     inputs = layer.attention_inputs(hidden, positions, positions >= 0, ropes)
+    assert inputs.k_pre is not None
     return inputs.q_rot, inputs.k_pre, inputs.v
 
 

@@ -229,8 +229,8 @@ def _block_scales(u: Array, block: int) -> Array:
 def _read(u: Array, widths: Array, members: Array, rule: Rule, weights: Array) -> Array:
     """Return u as codes of one scale for each token give it back."""
     steps = jnp.asarray(STEPS, jnp.float32)[widths]
-    half = 2.0 ** (widths - 1)
-    count = jnp.maximum(members.sum(), 1)
+    half = jnp.exp2(widths.astype(jnp.float32) - 1)
+    count = jnp.maximum(members.sum(), 1).astype(jnp.float32)
     size = jnp.sqrt(jnp.sum(jnp.where(members, u**2, 0), axis=-1, keepdims=True) / count)
     reach = jnp.where(members & (widths >= rule.unclipped), half * steps, jnp.inf)
     size = jnp.maximum(size, jnp.max(jnp.abs(u) / reach, axis=-1, keepdims=True))
