@@ -44,7 +44,7 @@ def of_text(llama: Llama, ids: Int[np.ndarray, " n"], count: int, length: int) -
     """Return the moments over `count` random samples of `length` tokens."""
     config = llama.config
     shape = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
-    sums = {
+    sums: BothSides = {
         side: Moments(np.zeros(shape), *(np.zeros((*shape, shape[-1])) for _ in range(2)))
         for side in SIDES
     }
@@ -62,17 +62,22 @@ def of_text(llama: Llama, ids: Int[np.ndarray, " n"], count: int, length: int) -
     for window in samples.draw(ids, count, length, seed=0):
         record(llama, window, add)
     tokens = count * (length - SINK)
-    return {side: Moments(*(total / tokens for total in moments)) for side, moments in sums.items()}
+    means: BothSides = {
+        side: Moments(total.mean / tokens, total.second / tokens, total.metric / tokens)
+        for side, total in sums.items()
+    }
+    return means
 
 
 def with_rows(
     moments: BothSides, keys: Sequence[np.ndarray], values: Sequence[np.ndarray]
 ) -> BothSides:
     """Return the moments of other rows, [B, K, T, H] for each layer, with the same gradients."""
-    return {
-        side: Moments(*map(np.stack, zip(*map(_of_rows, rows), strict=True)), moments[side].metric)
-        for side, rows in zip(SIDES, (keys, values), strict=True)
-    }
+    found: BothSides = {}
+    for side, rows in zip(SIDES, (keys, values), strict=True):
+        means, seconds = zip(*map(_of_rows, rows), strict=True)
+        found[side] = Moments(np.stack(means), np.stack(seconds), moments[side].metric)
+    return found
 
 
 def _of_rows(rows: Float[np.ndarray, "B K T H"]) -> tuple[np.ndarray, np.ndarray]:
