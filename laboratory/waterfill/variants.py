@@ -198,12 +198,13 @@ def coded(
 ) -> RowsBKTH:
     """Return rows after quantization."""
     u = jnp.einsum("bktc,kce->bkte", rows - mean[None, :, None], analysis)
+    widths = widths[None, None, None]
     stored = widths > 0
     shared = jnp.ones(())
     if rule.block:
         shared = _block_scales(u, rule.block)
         u = u / shared
-    weights = energies[:, None] if rule.weighted else jnp.ones(())
+    weights = energies[None, :, None] if rule.weighted else jnp.ones(())
     if rule.runs:
         u_read = jnp.zeros_like(u)
         for bits in range(1, 9):
