@@ -25,6 +25,8 @@ from kvq_jax.codecs.learning import Learning
 from kvq_jax.codecs.one_side import OneSideCodec
 from kvq_jax.types.array_types import ArraySpec, CachedRows, Tree
 
+FISHER = "weights=fisher"  # errors are weighed by the loss's Fisher information
+
 
 @dataclasses.dataclass(frozen=True)
 class RunsCodec(OneSideCodec):
@@ -32,11 +34,13 @@ class RunsCodec(OneSideCodec):
     out if they have no bits.
 
     read_by_kernels: names of the parameters that kernels read after the body and the table of
-        steps, in their order.
+        steps, in their order. Empty if no kernel reads the body.
+    fitted_with: the options that the calibrated arrays depend on, as text.
     """
 
     format: RunFormat
-    read_by_kernels: ClassVar[tuple[str, ...]]
+    read_by_kernels: ClassVar[tuple[str, ...]] = ()
+    fitted_with: ClassVar[str] = FISHER
 
     @abc.abstractmethod
     def analysed(self, params: Tree, rows: CachedRows) -> Float[Array, "B K T H"]:
@@ -65,7 +69,7 @@ class RunsCodec(OneSideCodec):
     def learning(self) -> Learning:
         # Neither the order of the channels nor their deviations depend on widths.
         return Learning(
-            self.parameters, self.calibrate, before_rope=self.pre_rope, key="weights=fisher"
+            self.parameters, self.calibrate, before_rope=self.pre_rope, key=self.fitted_with
         )
 
     @property

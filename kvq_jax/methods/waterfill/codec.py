@@ -14,7 +14,8 @@ from kvq_jax.arrays.run_array import RunArray
 from kvq_jax.codecs.codec import Side
 from kvq_jax.codecs.dots import weigh_rows
 from kvq_jax.codecs.fitting import Rows
-from kvq_jax.codecs.runs import RunsCodec, calibrated
+from kvq_jax.codecs.kernels import Kernels, unserved
+from kvq_jax.codecs.runs import FISHER, RunsCodec, calibrated
 from kvq_jax.methods.waterfill import fit
 from kvq_jax.types.array_types import ArraySpec, Axis, CachedRows, Tree
 from kvq_jax.types.rope import Rope
@@ -61,8 +62,8 @@ class KeyCodec(RunsCodec):
 
 
 @dataclasses.dataclass(frozen=True)
-class ValueCodec(RunsCodec):
-    """Values minus their mean, in the eigenbasis in which errors of equal energy cost the loss the
+class EigenCodec(RunsCodec):
+    """Rows minus their mean, in the eigenbasis in which errors of equal energy cost the loss the
     same.
 
     Parameters:
@@ -70,14 +71,7 @@ class ValueCodec(RunsCodec):
         mean [K, H]
         analysis, synthesis [K, H, H]    inverses of each other
         energies [K, H]                  of the sorted channels
-
-    A weighted sum is taken over normalized channels and meets `synthesis` once for a chunk of
-    tokens.
     """
-
-    side: Side = "v"
-    pre_rope: bool = False
-    read_by_kernels = ("synthesis", "mean")
 
     def parameters(self, heads: int) -> dict[str, ArraySpec]:
         rows = Axis("kv_heads", heads), Axis("channels", self.format.channels)
@@ -86,7 +80,7 @@ class ValueCodec(RunsCodec):
         return {"mean": flat, "analysis": matrix, "synthesis": matrix, "energies": flat}
 
     def calibrate(self, rows: Rows, gradients: Rows) -> dict[str, Shaped[np.ndarray, "..."]]:
-        return fit.values(rows, gradients)
+        return fit.eigenbasis(rows, gradients)
 
     def analysed(self, params: Tree, rows: CachedRows) -> Float[Array, "B K T H"]:
         # One entry that is not finite would enter every channel.
@@ -97,6 +91,35 @@ class ValueCodec(RunsCodec):
         params = calibrated(params)
         u = run_array.levels(body) * run_array.factor(body.scale)
         return self._synthesized(params, u) + params["mean"][None, :, None]
+
+    def _synthesized(
+        self, params: Tree, u: Float[Array, "B K T stored"]
+    ) -> Float[Array, "B K T H"]:
+        return _turned(u, params["synthesis"][:, : self.format.stored_channels])
+
+
+@dataclasses.dataclass(frozen=True)
+class EigenKeyCodec(EigenCodec):
+    """Keys before RoPE in their eigenbasis. Each is turned back before it is rotated, which no
+    kernel does."""
+
+    side: Side = "k"
+    pre_rope: bool = True
+    fitted_with = f"{FISHER},basis=eigen"
+
+    @property
+    def kernels(self) -> Kernels:
+        return unserved("key_basis=eigen: no kernel turns keys back before it rotates them")
+
+
+@dataclasses.dataclass(frozen=True)
+class ValueCodec(EigenCodec):
+    """Values in their eigenbasis. A weighted sum is taken over normalized channels and meets
+    `synthesis` once for a chunk of tokens."""
+
+    side: Side = "v"
+    pre_rope: bool = False
+    read_by_kernels = ("synthesis", "mean")
 
     def weighted(
         self,
@@ -112,11 +135,6 @@ class ValueCodec(RunsCodec):
         sums = weigh_rows(scaled, run_array.levels(body))
         mean = params["mean"][None, :, None]
         return self._synthesized(params, sums) + jnp.sum(weights, axis=-1, keepdims=True) * mean
-
-    def _synthesized(
-        self, params: Tree, u: Float[Array, "B K T stored"]
-    ) -> Float[Array, "B K T H"]:
-        return _turned(u, params["synthesis"][:, : self.format.stored_channels])
 
 
 def _gathered(rows: Float[Array, "B K T H"], index: Int[Array, "K H"]) -> Float[Array, "B K T H"]:

@@ -6,7 +6,7 @@ for each KV head:
 
     keys, for each RoPE pair i = (h, h + H/2)
         mu = E x,   s_i^2 = E |x_i - mu_i|^2 / 2,   f_i = E |g_i|^2 / 2,   energy_i = f_i s_i^2
-    values
+    values, and keys in an eigenbasis
         mu = E x,   C = cov(x),   M = E g g^T + 1e-3 tr(.)/H I,   M^1/2 C M^1/2 = B diag(energy) B^T
         analysis = M^1/2 B diag(energy)^-1/2,   synthesis = diag(energy)^1/2 B^T M^-1/2
 
@@ -48,7 +48,7 @@ def keys(rows: Rows, gradients: Rows) -> dict[str, np.ndarray]:
     }
 
 
-def values(rows: Rows, gradients: Rows) -> dict[str, np.ndarray]:
+def eigenbasis(rows: Rows, gradients: Rows) -> dict[str, np.ndarray]:
     """Return mean [K, H], analysis and synthesis [K, H, H] (rows are multiplied from the left), and
     the sorted energies [K, H]."""
     check_rows(rows, gradients, weighted=True)

@@ -12,9 +12,10 @@ from kvq_jax.arrays.reverse_water_filling import expected_error, layer_widths
 from kvq_jax.arrays.run_array import RunFormat
 from kvq_jax.codecs.codec import Codec, Side
 from kvq_jax.methods.base import Method, PerLayer, Windows, at_layer, option, per_layer
-from kvq_jax.methods.waterfill.codec import KeyCodec, ValueCodec
+from kvq_jax.methods.waterfill.codec import EigenKeyCodec, KeyCodec, ValueCodec
 from kvq_jax.methods.waterfill.widths import (
     chunk_energies,
+    parted,
     read,
     template,
     template_chunks,
@@ -49,6 +50,12 @@ class Waterfill(Method):
         per_layer=True,
     )
     v_widths: int | PerLayer = option(0, "the same for values", per_layer=True)
+    key_basis: str = option(
+        "pairs",
+        "channels of keys: RoPE pairs, which kernels read, or an eigenbasis, as values have; a"
+        " layer's keys and values then share their bits out together",
+        choices=("pairs", "eigen"),
+    )
 
     def windows(self) -> Windows:
         return Windows(sink=32, recent=96, block=32)
@@ -57,7 +64,7 @@ class Waterfill(Method):
         self, calibrated: Mapping[Side, Sequence[Mapping[str, np.ndarray]]], dims: ModelDims
     ) -> Method:
         """Return the method with widths for each layer. Each side of each layer shares out the same
-        number of bits by its own energies."""
+        number of bits by its own energies, or with an eigenbasis of keys, each layer does."""
         if self.k_widths or self.v_widths:
             return self
         count = template_chunks(dims.head_dim)
@@ -69,7 +76,12 @@ class Waterfill(Method):
             [chunk_energies(parameters["energies"], count) for parameters in layers[layer]]
             for layer in known
         ]
-        fitted = dict(zip(known, layer_widths(chunks, budgets, PROFILES), strict=True))
+        if self.key_basis == "eigen":  # energies of both sides are of one channel each
+            chunks, budgets = [[np.concatenate(sides)] for sides in chunks], [sum(budgets)]
+        chosen = (
+            parted(sum(sides, ()), count) for sides in layer_widths(chunks, budgets, PROFILES)
+        )
+        fitted = dict(zip(known, chosen, strict=True))
         filled = [fitted.get(layer, fitted[known[0]]) for layer in range(len(layers))]
         sides = zip(calibrated, zip(*filled, strict=True), strict=True)
         return dataclasses.replace(
@@ -91,7 +103,7 @@ class Waterfill(Method):
                 if parameters:
                     widths = self.widths(side, layer, dims)
                     energies = chunk_energies(parameters["energies"], len(widths))
-                    channels = 2 if side == "k" else 1  # of an energy
+                    channels = dims.head_dim // parameters["energies"].shape[-1]  # of an energy
                     total += channels * expected_error(energies, widths) / 2
         return total
 
@@ -104,6 +116,7 @@ class Waterfill(Method):
         return template(self.bits, dims.head_dim)[side == "v"]
 
     def codec(self, side: Side, layer: int, dims: ModelDims, block: int, dtype: str) -> Codec:
-        return (KeyCodec if side == "k" else ValueCodec)(
-            RunFormat(dims.head_dim, block, self.widths(side, layer, dims))
-        )
+        format = RunFormat(dims.head_dim, block, self.widths(side, layer, dims))
+        if side == "k" and self.key_basis == "pairs":
+            return KeyCodec(format)
+        return (EigenKeyCodec if side == "k" else ValueCodec)(format)

@@ -30,6 +30,18 @@ def written(widths: Sequence[int] | Int[np.ndarray, " chunks"]) -> int:
     return int("".join(str(int(width)) for width in widths))
 
 
+def parted(widths: Sequence[int], chunks: int) -> list[tuple[int, ...]]:
+    """Return the widths of each side, of `chunks` digits, from those of all sides in a row. A side
+    without bits takes one from the side with most, because a body of no bits cannot be stored."""
+    sides = [list(widths[at : at + chunks]) for at in range(0, len(widths), chunks)]
+    for side in sides:
+        if not any(side):
+            giver = max(sides, key=sum)
+            giver[sum(map(bool, giver)) - 1] -= 1  # the last that has one: widths fall
+            side[0] = 1
+    return [tuple(side) for side in sides]
+
+
 def read(name: str, number: int, head_dim: int) -> tuple[int, ...]:
     """Return the widths that a number stands for. Raises ValueError, in one line, naming the
     option, if it fits no row of H channels."""

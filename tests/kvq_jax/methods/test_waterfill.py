@@ -13,8 +13,9 @@ import kvq_jax as kvq
 from kvq_jax.arrays.reverse_water_filling import STEPS
 from kvq_jax.arrays.run_array import RunFormat
 from kvq_jax.cache.cache import CacheDims
-from kvq_jax.methods.waterfill import fit
-from kvq_jax.methods.waterfill.codec import KeyCodec, ValueCodec
+from kvq_jax.codecs.runs import RunsCodec
+from kvq_jax.methods.waterfill import Waterfill, fit
+from kvq_jax.methods.waterfill.codec import EigenKeyCodec, KeyCodec, ValueCodec
 from tests.kvq_jax.origins import PROMPT
 
 HEADS, WIDTH, TOKENS, BLOCK = 2, 16, 64, 32
@@ -59,9 +60,7 @@ def spiked(rows: np.ndarray) -> np.ndarray:
     return rows
 
 
-def stored_rows(
-    codec: KeyCodec | ValueCodec, params: dict[str, np.ndarray], rows: np.ndarray
-) -> np.ndarray:
+def stored_rows(codec: RunsCodec, params: dict[str, np.ndarray], rows: np.ndarray) -> np.ndarray:
     """Return the rows [TOKENS, K, H] that the codec's body gives back."""
     given = {name: jnp.asarray(array) for name, array in params.items()}
     body = codec.quantize(given, (), jnp.asarray(np.moveaxis(rows, 0, 1))[None], PROMPT)
@@ -96,7 +95,7 @@ def test_keys_equal_the_numpy_version():
 
 def test_values_equal_the_numpy_version():
     rows = correlated(3)
-    params = fit.values(rows, correlated(4))
+    params = fit.eigenbasis(rows, correlated(4))
     rows = spiked(rows)
     wanted = np.empty(rows.shape)
     for head in range(HEADS):
@@ -138,7 +137,7 @@ def test_pairs_are_sorted_by_their_fisher_information_and_have_a_variance_of_one
 
 def test_the_eigenbasis_of_values_makes_errors_of_channels_cost_what_their_energies_say():
     rows, gradients = correlated(7), correlated(8)
-    params = fit.values(rows, gradients)
+    params = fit.eigenbasis(rows, gradients)
     for head in range(HEADS):
         analysis, synthesis, energies = (
             params[name][head].astype(np.float64) for name in ("analysis", "synthesis", "energies")
@@ -166,7 +165,7 @@ def test_a_budget_is_what_is_stored(bits: float, dims: CacheDims):
     assert kvq.size.body_bits_per_element(f"waterfill:bits={bits}", dims) <= bits
 
 
-@pytest.mark.parametrize("side", [fit.keys, fit.values])
+@pytest.mark.parametrize("side", [fit.keys, fit.eigenbasis])
 def test_rows_that_determine_nothing_are_refused(side):
     rows = correlated(9, 8)
     for bad, words in (
@@ -202,3 +201,38 @@ def test_a_calibration_decides_the_widths_that_a_spec_leaves_open():
     assert fitted.fitted({"k": [flat] * 3, "v": [flat] * 3}, dims) == fitted, (
         "widths that a spec gives stay"
     )
+
+
+def test_keys_in_an_eigenbasis_equal_the_numpy_version():
+    rows = correlated(12)
+    params = fit.eigenbasis(rows, correlated(13))
+    rows = spiked(rows)
+    wanted = np.empty(rows.shape)
+    for head in range(HEADS):
+        u = (rows[:, head].astype(np.float64) - params["mean"][head]) @ params["analysis"][head]
+        wanted[:, head] = (
+            decoded_in_numpy(u, WIDTHS) @ params["synthesis"][head] + params["mean"][head]
+        )
+    codec = EigenKeyCodec(RunFormat(WIDTH, BLOCK, WIDTHS))
+    assert codec.pre_rope, "means belong to keys before RoPE"
+    assert same(stored_rows(codec, params, rows), wanted)
+    other = params | {"mean": params["mean"] + 1}
+    assert not same(stored_rows(codec, other, rows), wanted), "another mean gives the same rows"
+
+
+def test_the_sides_of_a_layer_share_their_bits_if_keys_have_an_eigenbasis():
+    dims = CacheDims(2, 2, 1, 32, 64)
+    much, little, nothing = (
+        {"energies": scale * 4.0 ** -np.arange(32.0)[None] + 1e-30} for scale in (1.0, 1e-2, 0.0)
+    )
+    method = kvq.parse("waterfill:bits=2.25,key_basis=eigen").k
+    assert isinstance(method, Waterfill)
+    fitted = method.fitted({"k": [much, much], "v": [little, nothing]}, dims)
+    assert isinstance(fitted, Waterfill)
+    sides = [[fitted.widths(side, layer, dims) for side in ("k", "v")] for layer in range(2)]
+    assert [sum(map(sum, layer)) for layer in sides] == [16, 16], "the budget of both sides"
+    assert sum(sides[0][0]) > sum(sides[0][1]) > 1, "more bits for the side whose errors cost more"
+    assert sum(sides[1][1]) == 1, "a side whose errors cost nothing is stored nonetheless"
+    spec = kvq.cache.CacheSpec(fitted, fitted, 32, 96, 32)
+    assert kvq.parse(str(spec)) == spec
+    assert kvq.size.body_bits_per_element(spec, dims) == 2.25
