@@ -19,7 +19,8 @@ from kvq_models.inference.method_parameters import check_calibration
 from kvq_models.llama import checkpoint
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.layer_weights import check_weights
-from kvq_tools.cli.console import UserError, input_errors, warn
+from kvq_models.llama.model import Llama
+from kvq_tools.cli.console import UserError, input_errors, loading, warn
 from kvq_tools.cli.planned import NamedCache
 
 DENSE = NamedCache("dense", kvq.parse("dense"))  # the cache if --cache is left out
@@ -28,6 +29,18 @@ DENSE = NamedCache("dense", kvq.parse("dense"))  # the cache if --cache is left 
 def model_dtype(options: argparse.Namespace) -> str:
     """Return the dtype of weights and activations: --dtype, or the fastest on this device."""
     return options.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+
+
+def load_model(options: argparse.Namespace, placement: kvq.Placement | None = None) -> Llama:
+    """Load MODEL as --dtype, --weights and --activations say, and show that it is loaded."""
+    with loading(options.model), input_errors():
+        return checkpoint.load_weights(
+            checkpoint.open_checkpoint(options.model),
+            dtype=model_dtype(options),
+            mesh=placement,
+            weights=options.weights,
+            activations=options.activations,
+        )
 
 
 def rows_dtype(options: argparse.Namespace, spec: kvq.cache.CacheSpec | None = None) -> str:
