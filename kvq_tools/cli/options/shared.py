@@ -88,8 +88,9 @@ def add_weights(parser: argparse.ArgumentParser) -> None:
         "--weights",
         choices=("packed", "dense"),
         help=(
-            "keep the matrices of a GGUF file in the file's own bits, or dequantize them to --dtype"
-            " (default: packed on a CPU with native kernels, else dense)"
+            "keep matrices in the file's own bits (GGUF blocks, bfloat16, float16), or make arrays"
+            " of --dtype of them (default: packed on a CPU with native kernels, but dense for small"
+            " matrices of 16 bits)"
         ),
     )
     parser.add_argument(
