@@ -26,9 +26,8 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Int, Shaped, UInt8
 
-from cpu_kernels.packed_product import PANEL
 from kvq_models.llama import huge_pages
-from kvq_models.llama.packed_weights import PackedMatrix, panels_of
+from kvq_models.llama.packed_weights import PANEL, PackedMatrix, panels_of
 
 Blocks = UInt8[np.ndarray, "O n _"]
 # bits of the exponent, all ones in a number that is not finite
