@@ -2,12 +2,14 @@
 
     w[i, o] = (code[i, o] - centre) scale[i // group, o] + min[i // group, o]        y = x w
 
+Of a stack of experts' matrices, each row meets one, and matrices that no row chooses are not read.
 Scales and minima are applied once for each group of inputs, to sums of codes times x. A row's
 result does not depend on the other rows, bit for bit.
 
 Processors with AVX512-VNNI add products of bytes. There x[i] is a scale for each group of inputs
 times an integer of 24 bits (three digits), off by at most 2^-23 of the largest of its group, which
-is as exact as fp32 sums are. Elsewhere codes become fp32. With one digit x is rounded to 8 bits.
+is as exact as fp32 sums are. Elsewhere, and for numbers of 16 bits, w becomes fp32 in registers.
+With one digit x is rounded to 8 bits, but for numbers of 16 bits.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Float, Int, Shaped
 
 from cpu_kernels.library import PACKED_PRODUCT, unavailable
 
@@ -36,21 +38,26 @@ def packed_products(
     outputs: Sequence[int],
     centres: Sequence[int],
     digits: int = 3,
+    chosen: Int[Array, "T"] | None = None,
+    experts: int = 1,
 ) -> list[Float[Array, "T _"]]:
     """Return x w, fp32, for each matrix w.
 
     Args:
         x: [T, I] fp32.
         matrices: for each, in this order,
-            codes of 4 bits, uint32 [P, I / 8, 32] (csrc/weights.h), or of 8 bits, int8
-                [P, I / 4, 32, 4];
-            scales, float16 [P, I / group, 32], or int8 factors of coarse scales;
+            codes of 4 bits, uint32 [P, I / 8, 32] (csrc/weights.h), of 8 bits, int8
+                [P, I / 4, 32, 4], or numbers, bfloat16 or float16 [P, I, 32];
+            scales, float16 [P, I / group, 32], int8 factors of coarse scales, or uint8 exponents
+                of MXFP4; None for numbers;
             coarse scales, float16 [P, I / 256, 32], or None;
             minima, as scales, or None;
             coarse minima, as coarse scales, or None.
         outputs: O of each, at most 32 P.
         centres: the 4-bit code that stands for 0, of each.
         digits: 3, or 1 to round x to q / 127 of the largest of its group, with |q| <= 127.
+        chosen: [T], the expert of each row, from 0 to experts - 1, or None without experts.
+        experts: how many matrices lie behind each other in the first axis, of experts P panels.
 
     Raises ValueError if the library is missing. Arrays that do not fit together are an XLA error
     when the call runs.
@@ -64,4 +71,8 @@ def packed_products(
         vmap_method="sequential",
     )
     arrays = [none if array is None else array for arrays in matrices for array in arrays]
-    return list(call(x, *arrays, centres=np.array(centres, np.float32), digits=np.int64(digits)))
+    choice = jnp.zeros(0, jnp.int32) if chosen is None else chosen.astype(jnp.int32)
+    attributes = dict(
+        centres=np.array(centres, np.float32), digits=np.int64(digits), experts=np.int64(experts)
+    )
+    return list(call(x, choice, *arrays, **attributes))

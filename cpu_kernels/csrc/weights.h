@@ -4,7 +4,8 @@
 //   w[i, o] = (code[i, o] - centre) scale[i / group, o] + min[i / group, o]        y = x w
 //
 // Outputs lie in panels of kPanelOutputs, which are the lanes of vectors. A scale is a float16, or
-// the product of a signed byte and a float16 that kCoarse inputs share; minima likewise.
+// the product of a signed byte and a float16 that kCoarse inputs share; minima likewise. A scale of
+// MXFP4 is a power of two, and its codes are numbers of 4 bits. Numbers of 16 bits have no scales.
 #pragma once
 
 #include <cstdint>
@@ -20,20 +21,26 @@ constexpr int64_t kTokenBlock = 8;  // rows of x that lie interleaved
 constexpr int64_t kMostDigits = 3;
 
 struct Scales {
-  const void* fine = nullptr;  // [P, I / group, 32]: float16, or int8 if there are coarse ones
+  const void* fine = nullptr;  // [P, I / group, 32]: float16, or int8 if there are coarse ones,
+                               // or uint8 e of MXFP4, for 2^(e - 128)
   const uint16_t* coarse = nullptr;  // [P, I / kCoarse, 32], or null
+  bool exponents = false;
 };
 
 // Words of 4-bit codes are a GGUF file's: byte b of word w of a run of kWordInputs holds input
 // 4 w + b in its low bits, and input 16 + 4 w + b in its high ones. Codes of 8 bits lie by fours.
 struct PackedMatrix {
-  int64_t bits;   // 4 or 8
-  int64_t group;  // 16 or 32, and 32 for 4 bits
+  int64_t bits;   // 4, 8 or 16
+  int64_t group;  // 16 or 32, and 16 for 8 bits alone
   int64_t inputs, outputs;
-  float centre;       // 0 for 8 bits
-  const void* codes;  // 4 bits: uint32 [P, I / 8, 32]; 8 bits: int8 [P, I / 4, 32, 4]
+  float centre;       // 0 but for 4 bits
+  const void* codes;  // 4 bits: uint32 [P, I / 8, 32]; 8 bits: int8 [P, I / 4, 32, 4];
+                      // 16 bits: bfloat16 or float16 [P, I, 32]
   Scales scales, mins;
+  bool bfloat16 = false;
 
+  // Twice a number of 4 bits (E2M1) is an integer from -12 to 12.
+  bool e2m1() const { return scales.exponents; }
   int64_t panels() const { return (outputs + kPanelOutputs - 1) / kPanelOutputs; }
 };
 
@@ -76,7 +83,8 @@ struct DigitRows {
   float* sums;  // null without minima
 };
 
-// A kernel for a processor: of floats, or of 1 or 3 digits with what makes them.
+// A kernel for a processor: of floats, or of 1 or 3 digits with what makes them. Weights of 16 bits
+// meet floats in every kernel.
 struct Multiplier {
   void (*panels)(const PanelProduct&);
   void (*to_digits)(const DigitRows&, int64_t digits);  // null for floats

@@ -20,39 +20,42 @@ int64_t width_of(int64_t tokens) {
 
 // What is added to codes to count them from 0.
 int32_t offset_of(const PackedMatrix& weights) {
-  return weights.bits == 8 ? 128 : int32_t(weights.centre);
+  return weights.bits == 8 ? 128 : weights.e2m1() ? 12 : int32_t(weights.centre);
 }
 
 // All rows of x as the kernel reads them, for the matrices that take them alike.
 struct Rows {
   int64_t group;
   int32_t offset;
-  bool summed;
+  bool summed, to_digits, rounded;
   int64_t floats = 0, sums = 0, integers = 0, starts = 0;  // of a block
   std::unique_ptr<float[]> scratch{};
   std::unique_ptr<int32_t[]> words{};
   std::vector<TokenBlock> blocks{};
 
-  bool serves(const PackedMatrix& weights, bool to_digits) const {
-    return weights.group == group && summed == (weights.mins.fine != nullptr) &&
-           (!to_digits || offset_of(weights) == offset);
+  Rows(const PackedCall& call, const PackedMatrix& weights, const Multiplier& kernel)
+      : group(weights.group), offset(offset_of(weights)), summed(weights.mins.fine != nullptr),
+        to_digits(kernel.to_digits && weights.bits != 16),
+        rounded(call.digits == 1 && weights.bits != 16) {}
+
+  bool serves(const Rows& other) const {
+    return group == other.group && summed == other.summed && to_digits == other.to_digits &&
+           rounded == other.rounded && (!to_digits || offset == other.offset);
   }
 };
 
-Rows rows_for(const PackedCall& call, const PackedMatrix& weights, bool to_digits) {
-  const int64_t width = width_of(call.tokens), groups = call.inputs / weights.group;
+void allocate(const PackedCall& call, Rows& rows) {
+  const int64_t width = width_of(call.tokens), groups = call.inputs / rows.group;
   const int64_t count = (call.tokens + kTokenBlock - 1) / kTokenBlock;
   // One row in full precision needs no interleaving.
-  const bool as_it_is = !to_digits && call.tokens == 1 && call.digits == 3;
-  Rows rows{weights.group, offset_of(weights), weights.mins.fine != nullptr};
-  rows.floats = to_digits ? groups * width : as_it_is ? 0 : call.inputs * width;
+  const bool as_it_is = !rows.to_digits && call.tokens == 1 && !rows.rounded;
+  rows.floats = rows.to_digits ? groups * width : as_it_is ? 0 : call.inputs * width;
   rows.sums = rows.summed ? groups * width : 0;
-  rows.integers = to_digits ? call.inputs / 4 * width * call.digits : 0;
-  rows.starts = to_digits ? groups * width * 2 : 0;
+  rows.integers = rows.to_digits ? call.inputs / 4 * width * call.digits : 0;
+  rows.starts = rows.to_digits ? groups * width * 2 : 0;
   rows.scratch.reset(new float[count * (rows.floats + rows.sums)]);
   rows.words.reset(new int32_t[count * (rows.integers + rows.starts)]);
   rows.blocks.resize(count);
-  return rows;
 }
 
 // Round a group of a row to the numbers that one digit can hold.
@@ -76,7 +79,7 @@ void interleave(const PackedCall& call, const Rows& rows, const TokenBlock& bloc
     for (int64_t t = 0; t < block.count; t++) {
       const float* from = call.x + (block.first + t) * inputs;
       for (int64_t i = 0; i < inputs; i++) x[i * width + t] = from[i];
-      for (int64_t g = 0; call.digits == 1 && g < inputs / group; g++)
+      for (int64_t g = 0; rows.rounded && g < inputs / group; g++)
         round_group(x + g * group * width + t, width, group);
     }
   }
@@ -102,7 +105,7 @@ void arrange(const PackedCall& call, const Multiplier& kernel, Rows& rows, int64
   block.count = std::min(kTokenBlock, call.tokens - block.first);
   block.width = width_of(call.tokens);
   block.sums = sums;
-  if (!kernel.to_digits) {
+  if (!rows.to_digits) {
     block.x = rows.floats ? floats : call.x;
     interleave(call, rows, block, floats, sums);
     return;
@@ -111,6 +114,21 @@ void arrange(const PackedCall& call, const Multiplier& kernel, Rows& rows, int64
   kernel.to_digits({call.x + block.first * call.inputs, call.inputs, rows.group, block.width,
                     block.count, rows.offset, words, floats, words + rows.integers, sums},
                    call.digits);
+}
+
+// Expert e of stacked matrices.
+PackedMatrix expert_of(PackedMatrix weights, int64_t e) {
+  const int64_t panels = e * weights.panels(), inputs = weights.inputs;
+  const auto moved = [](const void* p, int64_t bytes) {
+    return p ? static_cast<const char*>(p) + bytes : nullptr;
+  };
+  weights.codes = moved(weights.codes, panels * kPanelOutputs * inputs * weights.bits / 8);
+  for (Scales* scales : {&weights.scales, &weights.mins}) {
+    const int64_t each = scales->coarse || scales->exponents ? 1 : 2;
+    scales->fine = moved(scales->fine, panels * inputs / weights.group * kPanelOutputs * each);
+    if (scales->coarse) scales->coarse += panels * (inputs / kCoarse) * kPanelOutputs;
+  }
+  return weights;
 }
 
 }  // namespace
@@ -127,9 +145,13 @@ void multiply(const PackedCall& call, const Multiplier& kernel, int64_t helpers,
   int64_t panels = 0, work = 0;
   for (const PackedProduct& product : call.products) {
     const PackedMatrix& weights = product.weights;
+    Rows rows(call, weights, kernel);
     size_t kind = 0;
-    while (kind < kinds.size() && !kinds[kind].serves(weights, kernel.to_digits)) kind++;
-    if (kind == kinds.size()) kinds.push_back(rows_for(call, weights, kernel.to_digits));
+    while (kind < kinds.size() && !kinds[kind].serves(rows)) kind++;
+    if (kind == kinds.size()) {
+      allocate(call, rows);
+      kinds.push_back(std::move(rows));
+    }
     kind_of.push_back(kind);
     ends.push_back(panels += weights.panels());
     work += inputs * weights.outputs * call.tokens;
@@ -155,6 +177,32 @@ void multiply(const PackedCall& call, const Multiplier& kernel, int64_t helpers,
                      chunk * together, std::min(count, (chunk + 1) * together), call.digits});
     }
   });
+}
+
+void multiply_chosen(const PackedCall& call, const int32_t* chosen, int64_t experts,
+                     const Multiplier& kernel, int64_t helpers, const Schedule& schedule) {
+  std::vector<std::vector<int64_t>> rows_of(experts);
+  for (int64_t t = 0; t < call.tokens; t++) rows_of[chosen[t]].push_back(t);
+  std::vector<float> x;
+  std::vector<std::vector<float>> y(call.products.size());
+  for (int64_t e = 0; e < experts; e++) {
+    const std::vector<int64_t>& rows = rows_of[e];
+    if (rows.empty()) continue;
+    x.resize(rows.size() * call.inputs);
+    for (size_t r = 0; r < rows.size(); r++)
+      std::copy_n(call.x + rows[r] * call.inputs, call.inputs, x.data() + r * call.inputs);
+    PackedCall of_expert{x.data(), int64_t(rows.size()), call.inputs, call.digits, {}};
+    for (size_t m = 0; m < y.size(); m++) {
+      y[m].resize(rows.size() * call.products[m].weights.outputs);
+      of_expert.products.push_back({expert_of(call.products[m].weights, e), y[m].data()});
+    }
+    multiply(of_expert, kernel, helpers, schedule);
+    for (size_t m = 0; m < y.size(); m++) {
+      const int64_t outputs = call.products[m].weights.outputs;
+      for (size_t r = 0; r < rows.size(); r++)
+        std::copy_n(y[m].data() + r * outputs, outputs, call.products[m].y + rows[r] * outputs);
+    }
+  }
 }
 
 }  // namespace kvq

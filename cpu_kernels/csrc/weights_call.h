@@ -26,4 +26,9 @@ struct PackedCall {
 void multiply(const PackedCall& call, const Multiplier& kernel, int64_t helpers,
               const Schedule& schedule);
 
+// The same for stacks of `experts` matrices, whose panels lie behind each other: row t of x meets
+// matrix chosen[t] of each stack. Matrices that no row chooses are not read.
+void multiply_chosen(const PackedCall& call, const int32_t* chosen, int64_t experts,
+                     const Multiplier& kernel, int64_t helpers, const Schedule& schedule);
+
 }  // namespace kvq

@@ -10,20 +10,30 @@
 
 #include "vectors.h"
 #include "weights.h"
+#include "weights_panels.h"
 #include "weights_scales.h"
 
 namespace {
 
 constexpr int kInWord = 4;  // inputs whose codes or digits lie in a word
 
+enum class Code { kNibble, kE2M1, kByte };
+constexpr int bits_of(Code code) { return code == Code::kByte ? 8 : 4; }
+
+// Twice the numbers of 4 bits (kTwiceE2M1), counted from -12.
+inline __m512i counted_e2m1(__m512i codes) {
+  const __m128i counted = _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);
+  return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(counted), codes);
+}
+
 inline __m512i add_products(__m512i sum, __m512i codes, int32_t digits) {
   return _mm512_dpbusd_epi32(sum, codes, _mm512_set1_epi32(digits));
 }
 
 // Call use(word, codes) for each word of inputs of a group, with codes that count from 0.
-template <int kBits, int kGroup, int V, class Use>
+template <Code kCode, int kGroup, int V, class Use>
 KVQ_INLINE void for_words(const char* codes, Use use) {
-  if constexpr (kBits == 4) {
+  if constexpr (kCode != Code::kByte) {
     const __m512i low = _mm512_set1_epi8(15);
 #pragma GCC unroll 4
     for (int w = 0; w < kGroup / 8; w++, codes += 4 * kPanelOutputs) {
@@ -36,6 +46,13 @@ KVQ_INLINE void for_words(const char* codes, Use use) {
       }
       __builtin_prefetch(codes + kAhead);
       __builtin_prefetch(codes + kAhead + 64);
+      if constexpr (kCode == Code::kE2M1) {
+#pragma GCC unroll 2
+        for (int v = 0; v < V; v++) {
+          lower[v] = counted_e2m1(lower[v]);
+          upper[v] = counted_e2m1(upper[v]);
+        }
+      }
       use(w, lower);
       use(kGroup / 8 + w, upper);
     }
@@ -55,12 +72,12 @@ KVQ_INLINE void for_words(const char* codes, Use use) {
 }
 
 // y[t, lane ..] for T rows of a block of S, and V vectors of outputs from `lane` of a panel on.
-template <int kBits, int kGroup, int D, int T, int S, int V>
+template <Code kCode, int kGroup, int D, int T, int S, int V>
 KVQ_INLINE void add_lanes(const PanelProduct& product, int64_t panel, int64_t lane,
                           const TokenBlock& block, int64_t first) {
   const PackedMatrix& weights = *product.weights;
   const int64_t groups = weights.inputs / kGroup;
-  constexpr int64_t kBytes = kGroup * kPanelOutputs * kBits / 8;  // of a group
+  constexpr int64_t kBytes = kGroup * kPanelOutputs * bits_of(kCode) / 8;  // of a group
   const char* codes =
       static_cast<const char*>(weights.codes) + panel * groups * kBytes + lane * kInWord;
   Floats total[T][V] = {};
@@ -76,7 +93,7 @@ KVQ_INLINE void add_lanes(const PanelProduct& product, int64_t panel, int64_t la
         if (D > 1) sums[D > 1 ? D - 2 : 0][t][v] = _mm512_set1_epi32(starts[2 * t]);
         sums[D - 1][t][v] = _mm512_set1_epi32(starts[2 * t + 1]);
       }
-    for_words<kBits, kGroup, V>(
+    for_words<kCode, kGroup, V>(
         codes, [&](int word, const __m512i* counted) __attribute__((always_inline)) {
 #pragma GCC unroll 8
           for (int t = 0; t < T; t++)
@@ -113,43 +130,46 @@ KVQ_INLINE void add_lanes(const PanelProduct& product, int64_t panel, int64_t la
                   total[t][v]);
 }
 
-template <int kBits, int kGroup, int D, int T, int S, int V>
+template <Code kCode, int kGroup, int D, int T, int S, int V>
 inline void add_block(const PanelProduct& product, int64_t panel, const TokenBlock& block) {
   for (int64_t first = 0; first < std::min<int64_t>(S, block.count); first += T)
     for (int64_t lane = 0; lane < kPanelOutputs; lane += V * kLanes)
-      add_lanes<kBits, kGroup, D, T, S, V>(product, panel, lane, block, first);
+      add_lanes<kCode, kGroup, D, T, S, V>(product, panel, lane, block, first);
 }
 
-template <int kBits, int kGroup, int D>
+template <Code kCode, int kGroup, int D>
 inline void multiply_digits(const PanelProduct& product) {
   for (int64_t panel = product.first_panel; panel < product.last_panel; panel++)
     for (int64_t b = product.first_block; b < product.last_block; b++) {
       const TokenBlock& block = product.blocks[b];
       switch (block.width) {
         case 1:
-          add_block<kBits, kGroup, D, 1, 1, 2>(product, panel, block);
+          add_block<kCode, kGroup, D, 1, 1, 2>(product, panel, block);
           break;
         case 2:
-          add_block<kBits, kGroup, D, 2, 2, 2>(product, panel, block);
+          add_block<kCode, kGroup, D, 2, 2, 2>(product, panel, block);
           break;
         case 4:
-          add_block<kBits, kGroup, D, 4, 4, 2>(product, panel, block);
+          add_block<kCode, kGroup, D, 4, 4, 2>(product, panel, block);
           break;
         default:
-          add_block<kBits, kGroup, D, D == 1 ? 8 : 4, 8, 2>(product, panel, block);
+          add_block<kCode, kGroup, D, D == 1 ? 8 : 4, 8, 2>(product, panel, block);
       }
     }
 }
 
 template <int D>
 inline void multiply_bits(const PanelProduct& product) {
-  if (product.weights->bits == 4) multiply_digits<4, 32, D>(product);
-  else if (product.weights->group == 32) multiply_digits<8, 32, D>(product);
-  else multiply_digits<8, 16, D>(product);
+  const PackedMatrix& weights = *product.weights;
+  if (weights.e2m1()) multiply_digits<Code::kE2M1, 32, D>(product);
+  else if (weights.bits == 4) multiply_digits<Code::kNibble, 32, D>(product);
+  else if (weights.group == 32) multiply_digits<Code::kByte, 32, D>(product);
+  else multiply_digits<Code::kByte, 16, D>(product);
 }
 
-inline void multiply_packed(const PanelProduct& product) {
-  if (product.digits == 1) multiply_bits<1>(product);
+inline void multiply_by_digits(const PanelProduct& product) {
+  if (product.weights->bits == 16) multiply_numbers(product);
+  else if (product.digits == 1) multiply_bits<1>(product);
   else multiply_bits<3>(product);
 }
 

@@ -1,12 +1,14 @@
 // The custom call `kvq_packed_product`: checks the arguments from XLA, then splits the work over
 // XLA's threads. It multiplies the rows of x with any number of matrices.
 //
-//   arguments   x f32 [T, I]; then, for each matrix,
-//               codes u32 [P, I / 8, 32] of 4 bits or s8 [P, I / 4, 32, 4] of 8 bits;
-//               scales f16 [P, I / group, 32], or s8 with coarse_scales f16 [P, I / 256, 32];
-//               minima likewise. An array that there is none of is empty.
+//   arguments   x f32 [T, I]; chosen s32 [T], or empty; then, for each matrix,
+//               codes u32 [P, I / 8, 32] of 4 bits, s8 [P, I / 4, 32, 4] of 8 bits, or bf16 or f16
+//               [P, I, 32] without scales;
+//               scales f16 [P, I / group, 32], or s8 with coarse_scales f16 [P, I / 256, 32], or u8
+//               exponents of MXFP4; minima likewise. An array that there is none of is empty.
 //   attributes  centres f32 [matrices], integers from 0 to 15; digits s64, 3, or 1 to round
-//               activations to 8 bits
+//               activations to 8 bits; experts s64, of stacks of matrices, whose first axes are
+//               [experts P] then, and row t of x meets matrix chosen[t]
 //   results     y f32 [T, O] for each matrix, 32 (P - 1) < O <= 32 P
 //
 // Arguments that do not fit together are an XLA error, never an access outside an array.
@@ -30,56 +32,74 @@ ffi::Error invalid(const std::string& message) {
   return ffi::Error::InvalidArgument("kvq_packed_product: " + message);
 }
 
-bool shaped(ffi::Span<const int64_t> dimensions, const std::vector<int64_t>& wanted) {
+// Stacks have `experts` times as many panels as a matrix.
+bool shaped(ffi::Span<const int64_t> dimensions, int64_t experts, std::vector<int64_t> wanted) {
+  wanted[0] *= experts;
   return std::equal(dimensions.begin(), dimensions.end(), wanted.begin(), wanted.end());
 }
 
 // Fill `scales`. Returns what is wrong, or an empty text.
-std::string read_scales(const kvq::PackedMatrix& weights, const ffi::AnyBuffer& fine,
-                        const Halves& coarse, kvq::Scales& scales) {
+std::string read_scales(const kvq::PackedMatrix& weights, int64_t experts,
+                        const ffi::AnyBuffer& fine, const Halves& coarse, kvq::Scales& scales) {
   const std::vector<int64_t> every{weights.panels(), weights.inputs / weights.group,
                                    kvq::kPanelOutputs};
-  if (!shaped(fine.dimensions(), every)) return "scales and minima must be [P, I / group, 32]";
+  if (!shaped(fine.dimensions(), experts, every))
+    return "scales and minima must be [P, I / group, 32]";
   scales.fine = fine.untyped_data();
   if (fine.element_type() == ffi::F16)
     return coarse.element_count() ? "float16 scales have no coarse ones" : "";
-  if (fine.element_type() != ffi::S8) return "scales and minima must be float16 or int8";
+  if (fine.element_type() == ffi::U8) {
+    scales.exponents = true;
+    return coarse.element_count() || weights.bits != 4 ? "exponents are scales of 4-bit codes" : "";
+  }
+  if (fine.element_type() != ffi::S8) return "scales and minima must be float16, int8 or uint8";
   if (weights.inputs % kvq::kCoarse ||
-      !shaped(coarse.dimensions(),
+      !shaped(coarse.dimensions(), experts,
               {weights.panels(), weights.inputs / kvq::kCoarse, kvq::kPanelOutputs}))
     return "coarse scales must be [P, I / 256, 32]";
   scales.coarse = reinterpret_cast<const uint16_t*>(coarse.typed_data());
   return "";
 }
 
+int64_t bits_of(ffi::DataType codes) {
+  if (codes == ffi::BF16 || codes == ffi::F16) return 16;
+  return codes == ffi::U32 ? 4 : codes == ffi::S8 ? 8 : 0;
+}
+
 // Fill `weights`. Returns what is wrong, or an empty text.
-std::string read_matrix(int64_t inputs, int64_t outputs, const ffi::AnyBuffer& codes,
-                        const ffi::AnyBuffer& scales, const Halves& coarse_scales,
-                        const ffi::AnyBuffer& mins, const Halves& coarse_mins,
-                        kvq::PackedMatrix& weights) {
+std::string read_matrix(int64_t inputs, int64_t outputs, int64_t experts,
+                        const ffi::AnyBuffer& codes, const ffi::AnyBuffer& scales,
+                        const Halves& coarse_scales, const ffi::AnyBuffer& mins,
+                        const Halves& coarse_mins, kvq::PackedMatrix& weights) {
   weights.inputs = inputs, weights.outputs = outputs;
-  weights.bits = codes.element_type() == ffi::U32 ? 4 : 8;
-  if (weights.bits == 8 && codes.element_type() != ffi::S8) return "codes must be u32 or s8";
+  weights.bits = bits_of(codes.element_type());
+  weights.bfloat16 = codes.element_type() == ffi::BF16;
+  if (!weights.bits) return "codes must be u32, s8, bf16 or f16";
   if (inputs % kvq::kWordInputs) return "I must be a multiple of 32";
-  const bool fits =
-      weights.bits == 4
-          ? shaped(codes.dimensions(), {weights.panels(), inputs / 8, kvq::kPanelOutputs})
-          : shaped(codes.dimensions(), {weights.panels(), inputs / 4, kvq::kPanelOutputs, 4});
-  if (!fits) return "codes must be [P, I / 8, 32] of 4 bits or [P, I / 4, 32, 4] of 8 bits";
+  std::vector<int64_t> whole{weights.panels(), inputs * weights.bits / 32, kvq::kPanelOutputs};
+  if (weights.bits == 8) whole.push_back(4);
+  if (weights.bits == 16) whole[1] = inputs;
+  if (!shaped(codes.dimensions(), experts, whole))
+    return "codes must be [P, I / 8, 32] of 4 bits, [P, I / 4, 32, 4] of 8, or [P, I, 32] of 16";
   weights.codes = codes.untyped_data();
+  weights.group = kvq::kWordInputs;
+  if (weights.bits == 16)
+    return scales.element_count() || mins.element_count()
+               ? "numbers of 16 bits have no scales and minima"
+               : "";
   if (scales.dimensions().size() != 3) return "scales must have three axes";
   weights.group = scales.dimensions()[1] * 32 == inputs ? 32 : 16;
   if (weights.bits == 4 && weights.group != 32) return "groups of 4-bit codes must be of 32";
-  std::string wrong = read_scales(weights, scales, coarse_scales, weights.scales);
+  std::string wrong = read_scales(weights, experts, scales, coarse_scales, weights.scales);
   if (wrong.empty() && mins.element_count())
-    wrong = read_scales(weights, mins, coarse_mins, weights.mins);
-  return wrong;
+    wrong = read_scales(weights, experts, mins, coarse_mins, weights.mins);
+  return wrong.empty() && weights.mins.exponents ? "minima are no exponents" : wrong;
 }
 
 constexpr size_t kArrays = 5;  // of a matrix
 
 // Fill the product with matrix m. Returns what is wrong, or an empty text.
-std::string read_product(const kvq::PackedCall& call, ffi::RemainingArgs arrays,
+std::string read_product(const kvq::PackedCall& call, int64_t experts, ffi::RemainingArgs arrays,
                          ffi::RemainingRets results, size_t m, kvq::PackedProduct& product) {
   const auto array = [&](size_t i) { return arrays.get<ffi::AnyBuffer>(m * kArrays + i); };
   const auto coarse_scales = arrays.get<Halves>(m * kArrays + 2);
@@ -93,14 +113,22 @@ std::string read_product(const kvq::PackedCall& call, ffi::RemainingArgs arrays,
   product.y = (*y)->typed_data();
   if (!call.inputs) std::fill_n(product.y, (*y)->element_count(), 0.0f);
   if (!call.inputs || !(*y)->element_count()) return "";
-  return read_matrix(call.inputs, (*y)->dimensions()[1], *codes, *scales, *coarse_scales, *mins,
-                     *coarse_mins, product.weights);
+  return read_matrix(call.inputs, (*y)->dimensions()[1], experts, *codes, *scales, *coarse_scales,
+                     *mins, *coarse_mins, product.weights);
 }
 
-ffi::Error multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingArgs arrays,
-                    ffi::RemainingRets results, ffi::Span<const float> centres, int64_t digits) {
+ffi::Error multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S32> chosen,
+                    ffi::RemainingArgs arrays, ffi::RemainingRets results,
+                    ffi::Span<const float> centres, int64_t digits, int64_t experts) {
   if (x.dimensions().size() != 2) return invalid("x must be [T, I]");
   if (digits != 1 && digits != kvq::kMostDigits) return invalid("digits must be 1 or 3");
+  const bool chooses = chosen.element_count() > 0;
+  const int32_t* const choice = chosen.typed_data();
+  if (experts < 1 || (chooses ? int64_t(chosen.element_count()) != x.dimensions()[0]
+                              : experts > 1 && x.dimensions()[0] > 0))
+    return invalid("chosen must be [T] for stacks of matrices");
+  for (size_t t = 0; t < chosen.element_count(); t++)
+    if (choice[t] < 0 || choice[t] >= experts) return invalid("chosen must be from 0 to experts");
   const size_t count = centres.size();
   if (arrays.size() != count * kArrays || results.size() != count)
     return invalid("there must be five arrays, one centre and one result for each matrix");
@@ -109,15 +137,17 @@ ffi::Error multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Remainin
     for (size_t m = 0; m < count; m++) {
       kvq::PackedProduct product{};
       product.weights.centre = centres.begin()[m];
-      const std::string wrong = read_product(call, arrays, results, m, product);
+      const std::string wrong = read_product(call, experts, arrays, results, m, product);
       if (!wrong.empty()) return invalid(wrong);
       if (!(product.weights.centre >= 0 && product.weights.centre <= 15))
         return invalid("centres must be from 0 to 15");
       if (product.weights.inputs && product.weights.outputs) call.products.push_back(product);
     }
-    kvq::multiply(call, *kvq::best_kernels().multiplier,
-                  std::max<int64_t>(0, pool.num_threads() - 1),
-                  [&pool](std::function<void()> work) { pool.Schedule(std::move(work)); });
+    const kvq::Multiplier& kernel = *kvq::best_kernels().multiplier;
+    const int64_t helpers = std::max<int64_t>(0, pool.num_threads() - 1);
+    const auto schedule = [&pool](std::function<void()> work) { pool.Schedule(std::move(work)); };
+    if (chooses) kvq::multiply_chosen(call, choice, experts, kernel, helpers, schedule);
+    else kvq::multiply(call, kernel, helpers, schedule);
   } catch (const std::bad_alloc&) {
     return ffi::Error(ffi::ErrorCode::kResourceExhausted, "kvq_packed_product: out of memory");
   }
@@ -130,10 +160,12 @@ extern "C" KVQ_EXPORT XLA_FFI_Error* kvq_packed_product(XLA_FFI_CallFrame* frame
   static auto* handler = ffi::Ffi::Bind()
                              .Ctx<ffi::ThreadPool>()
                              .Arg<ffi::Buffer<ffi::F32>>()
+                             .Arg<ffi::Buffer<ffi::S32>>()
                              .RemainingArgs()
                              .RemainingRets()
                              .Attr<ffi::Span<const float>>("centres")
                              .Attr<int64_t>("digits")
+                             .Attr<int64_t>("experts")
                              .To(multiply)
                              .release();
   return handler->Call(frame);

@@ -16,21 +16,36 @@ namespace {
 
 constexpr int kChains = 2;  // sums of a group, for the latency of additions
 
-// Codes of 4 bits.
-struct Nibbles {
+// Codes of 4 bits that count from a centre.
+struct Counted {
 #if defined(__AVX512F__)
   const Floats levels;
-  explicit Nibbles(float centre)
-      : levels(Floats{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} - centre) {}
+  explicit Counted(const PackedMatrix& weights)
+      : levels(Floats{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} - weights.centre) {}
   // The look-up sees the lowest 4 bits alone.
   KVQ_INLINE Floats decoded(Uints word) const {
     return (Floats)_mm512_permutexvar_ps((__m512i)word, (__m512)levels);
   }
 #else
-  float centre;
-  explicit Nibbles(float centre) : centre(centre) {}
+  const float centre;
+  explicit Counted(const PackedMatrix& weights) : centre(weights.centre) {}
   KVQ_INLINE Floats decoded(Uints word) const { return to_float(word & 15) - centre; }
 #endif
+};
+
+// Numbers of 4 bits, twice their size.
+struct E2M1 {
+  const Table levels{kTwiceE2M1};
+  explicit E2M1(const PackedMatrix&) {}
+  KVQ_INLINE Floats decoded(Uints word) const { return levels.at(word & 15); }
+};
+
+// Codes of 4 bits.
+template <class Decoder>
+struct Nibbles : Decoder {
+  static constexpr int kLaneBytes = 4;
+  static constexpr bool kScaled = true;
+  using Decoder::Decoder;
 
   // Call use(input, chain, codes) for each input of a group.
   template <int kGroup, int V, class Use>
@@ -47,7 +62,7 @@ struct Nibbles {
       for (int j = 0; j < 8; j++) {
         Floats entries[V];
 #pragma GCC unroll 8
-        for (int v = 0; v < V; v++) entries[v] = decoded(packed[v] >> (4 * j));
+        for (int v = 0; v < V; v++) entries[v] = this->decoded(packed[v] >> (4 * j));
         use(j % 2 * 16 + 4 * w + j / 2, j % kChains, entries);
       }
     }
@@ -56,7 +71,9 @@ struct Nibbles {
 
 // Codes of 8 bits.
 struct SignedBytes {
-  explicit SignedBytes(float) {}
+  static constexpr int kLaneBytes = 4;
+  static constexpr bool kScaled = true;
+  explicit SignedBytes(const PackedMatrix&) {}
 
   template <int kGroup, int V, class Use>
   KVQ_INLINE void for_group(const void* codes, int64_t group, Use use) const {
@@ -80,16 +97,37 @@ struct SignedBytes {
   }
 };
 
+// Numbers of 16 bits, which need no scale.
+template <bool kBfloat16>
+struct Halves {
+  static constexpr int kLaneBytes = 2;
+  static constexpr bool kScaled = false;
+  explicit Halves(const PackedMatrix&) {}
+
+  template <int kGroup, int V, class Use>
+  KVQ_INLINE void for_group(const void* codes, int64_t group, Use use) const {
+    const uint16_t* numbers = static_cast<const uint16_t*>(codes) + group * kGroup * kPanelOutputs;
+#pragma GCC unroll 8
+    for (int i = 0; i < kGroup; i++, numbers += kPanelOutputs) {
+      Floats entries[V];
+#pragma GCC unroll 8
+      for (int v = 0; v < V; v++) entries[v] = load_halves(numbers + v * kLanes, kBfloat16);
+      __builtin_prefetch(numbers + kAhead / 2);
+      use(i, i % kChains, entries);
+    }
+  }
+};
+
 // y[t, lane ..] for T rows of a block of S, and V vectors of outputs from `lane` of a panel on.
 template <class Codes, int kGroup, int T, int S, int V>
 KVQ_INLINE void multiply_lanes(const PanelProduct& product, int64_t panel, int64_t lane,
                                const TokenBlock& block, int64_t first) {
   const PackedMatrix& weights = *product.weights;
   const int64_t groups = weights.inputs / kGroup;
-  const Codes decoder(weights.centre);
+  const Codes decoder(weights);
   const int64_t per_input = kPanelOutputs * weights.bits / 8;  // bytes of a panel
-  const char* codes =
-      static_cast<const char*>(weights.codes) + panel * weights.inputs * per_input + lane * 4;
+  const char* codes = static_cast<const char*>(weights.codes) + panel * weights.inputs * per_input +
+                      lane * Codes::kLaneBytes;
   Floats total[T][V] = {};
   for (int64_t g = 0; g < groups; g++) {
     Floats part[kChains][T][V] = {};
@@ -106,6 +144,11 @@ KVQ_INLINE void multiply_lanes(const PanelProduct& product, int64_t panel, int64
 #pragma GCC unroll 8
     for (int v = 0; v < V; v++) {
       const int64_t at = lane + v * kLanes;
+      if constexpr (!Codes::kScaled) {
+#pragma GCC unroll 8
+        for (int t = 0; t < T; t++) total[t][v] += part[0][t][v] + part[1][t][v];
+        continue;
+      }
       const Floats scale = scales_at(weights.scales, panel, groups, g, kGroup, at);
 #pragma GCC unroll 8
       for (int t = 0; t < T; t++) total[t][v] += scale * (part[0][t][v] + part[1][t][v]);
@@ -152,9 +195,17 @@ inline void multiply_codes(const PanelProduct& product) {
     }
 }
 
-inline void multiply_packed(const PanelProduct& product) {
-  if (product.weights->bits == 4) multiply_codes<Nibbles, 32>(product);
-  else if (product.weights->group == 32) multiply_codes<SignedBytes, 32>(product);
+inline void multiply_numbers(const PanelProduct& product) {
+  if (product.weights->bfloat16) multiply_codes<Halves<true>, 32>(product);
+  else multiply_codes<Halves<false>, 32>(product);
+}
+
+inline void multiply_by_floats(const PanelProduct& product) {
+  const PackedMatrix& weights = *product.weights;
+  if (weights.bits == 16) multiply_numbers(product);
+  else if (weights.e2m1()) multiply_codes<Nibbles<E2M1>, 32>(product);
+  else if (weights.bits == 4) multiply_codes<Nibbles<Counted>, 32>(product);
+  else if (weights.group == 32) multiply_codes<SignedBytes, 32>(product);
   else multiply_codes<SignedBytes, 16>(product);
 }
 

@@ -31,10 +31,25 @@ inline Floats load_bytes(const int8_t* p) {
 #endif
 }
 
+// 2^(e - 128) for each byte e.
+inline Floats load_exponents(const uint8_t* p) {
+  typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
+  Bytes x;
+  std::memcpy(&x, p, sizeof x);
+  const Uints e = __builtin_convertvector(x, Uints);
+  const Floats subnormal =
+      choose((Ints)(e == 0), (Floats)(Uints{} + (1u << 21)), (Floats)(Uints{} + (1u << 22)));
+  return choose((Ints)(e < 2), subnormal, (Floats)((e - 1) << 23));
+}
+
+// Twice each number of 4 bits (E2M1).
+constexpr float kTwiceE2M1[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+
 // Entry `at` and the following ones of scales or minima, of group g of all groups of a panel.
 inline Floats scales_at(const kvq::Scales& scales, int64_t panel, int64_t groups, int64_t g,
                         int64_t group, int64_t lane) {
   const int64_t at = (panel * groups + g) * kPanelOutputs + lane;
+  if (scales.exponents) return load_exponents(static_cast<const uint8_t*>(scales.fine) + at);
   if (!scales.coarse) return load_halves(static_cast<const uint16_t*>(scales.fine) + at, false);
   const int64_t inputs = groups * group;
   const int64_t coarse = panel * (inputs / kvq::kCoarse) + g * group / kvq::kCoarse;

@@ -10,10 +10,9 @@ from kvq_models.inference.engine.budget import Budget, plan
 from kvq_models.inference.engine.engine import WIDTHS, Engine
 from kvq_models.inference.engine.prefixes import PrefixStore
 from kvq_models.inference.method_parameters import prepare
-from kvq_models.llama.checkpoint import load_llama
 from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli import device_memory, inputs
-from kvq_tools.cli.console import bar, input_errors, loading
+from kvq_tools.cli.console import bar, input_errors
 
 
 def size_of(
@@ -72,13 +71,7 @@ def loaded(
         for width, below in zip(WIDTHS, (0, *WIDTHS), strict=False)
         if longest is None or longest > below
     ]
-    with loading(options.model), input_errors():
-        llama, _ = load_llama(
-            options.model,
-            dtype=inputs.model_dtype(options),
-            mesh=placement,
-            weights=options.weights,
-        )
+    llama = inputs.load_model(options, placement)
     with input_errors():
         llama = prepare(llama, options.cache.spec, options.calibration, progress=bar)
         return Engine(

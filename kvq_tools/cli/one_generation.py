@@ -16,7 +16,6 @@ from kvq_models.inference import decoding
 from kvq_models.inference.generation import STREAM_STEPS
 from kvq_models.inference.method_parameters import prepare
 from kvq_models.inference.sampling import Sampling
-from kvq_models.llama.checkpoint import load_llama
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama
 from kvq_models.llama.packed_loading import fingerprint, holds_packed, in_words
@@ -34,7 +33,6 @@ from kvq_tools.cli.console import (
     bar,
     check_finite,
     input_errors,
-    loading,
     print_json,
     progress,
 )
@@ -70,14 +68,7 @@ class GenerationRequest:
 def run(options: argparse.Namespace) -> None:
     """Continue the prompt, print the text, and report what was done."""
     request = _checked(options)
-    with loading(options.model), input_errors():
-        llama, _ = load_llama(
-            options.model,
-            dtype=inputs.model_dtype(options),
-            mesh=request.placement,
-            weights=options.weights,
-        )
-    llama, cache, logits = _cache(options, request, llama)
+    llama, cache, logits = _cache(options, request, inputs.load_model(options, request.placement))
     unread = len(request.prompt) - request.known
     with progress("compiling"):
         generation = TimedGeneration(
@@ -105,6 +96,7 @@ def run(options: argparse.Namespace) -> None:
         "model": options.model,
         "dtype": inputs.model_dtype(options),
         "weights": "packed" if holds_packed(llama) else "dense",
+        "activations": options.activations,
         "sampling": dataclasses.asdict(request.sampling) | {"seed": options.seed},
         "calibration": options.calibration,
         "saved_tokens": request.known,

@@ -8,14 +8,12 @@ from typing import Any
 import kvq_jax as kvq
 from kvq_models.inference.memory import CACHE_DTYPE
 from kvq_models.inference.method_parameters import prepare
-from kvq_models.llama.checkpoint import load_llama
 from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli import inputs, resident, text_input
 from kvq_tools.cli.console import (
     UserError,
     check_finite,
     input_errors,
-    loading,
     print_json,
 )
 from kvq_tools.cli.tables import print_line, print_table
@@ -59,8 +57,8 @@ def run(options: argparse.Namespace) -> None:
         sizes = sizes_for(config, text, options.window)
         rows = cut(text, sizes, tokenizer.bos_token_id)
         specs = [windowed(spec, config, sizes) for _, spec in options.cache]
-    with loading(options.model), input_errors():
-        llama, _ = load_llama(options.model, dtype=options.dtype)
+    llama = inputs.load_model(options)
+    with input_errors():
         models = [
             (prepare(llama, spec, file), spec) for spec, file in zip(specs, files, strict=True)
         ]
@@ -72,6 +70,7 @@ def run(options: argparse.Namespace) -> None:
         "model": options.model,
         "text": options.text,
         "dtype": options.dtype,
+        "activations": options.activations,
         "context": sizes.context,
         "scored": sizes.scored,
         "text_windows": sizes.windows,

@@ -14,7 +14,6 @@ from typing import Any
 import kvq_jax as kvq
 from kvq_models.inference.memory import CACHE_DTYPE
 from kvq_models.inference.method_parameters import prepare
-from kvq_models.llama.checkpoint import load_llama
 from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli import inputs, json_lines, resident, text_input
 from kvq_tools.cli.console import (
@@ -22,7 +21,6 @@ from kvq_tools.cli.console import (
     bar,
     check_finite,
     input_errors,
-    loading,
     print_json,
     progress,
     warn,
@@ -130,8 +128,8 @@ def run_task(options: argparse.Namespace, task_run: TaskRun) -> None:
     with progress("making prompts"), input_errors():
         samples = task_run.samples(prompts, config)
         check_samples(samples, config)
-    with loading(options.model), input_errors():
-        llama, _ = load_llama(options.model, dtype=options.dtype, weights=options.weights)
+    llama = inputs.load_model(options)
+    with input_errors():
         models = [prepare(llama, spec, file) for (_, spec), file in zip(caches, files, strict=True)]
     longest = max(len(sample.prompt) + sample.max_new_tokens for sample in samples)
     for text, spec in caches:

@@ -17,6 +17,7 @@ from kvq_jax.placement.placement import Placement
 from kvq_jax.types.array_types import Integers
 from kvq_models.calibration.progress import Progress
 from kvq_models.llama.model import HiddenBTD, Llama
+from kvq_models.llama.packed_loading import with_activations
 from kvq_tools.evaluation.defaults import BATCH, STEP, Mode
 from kvq_tools.evaluation.results import Evaluation, Quality
 from kvq_tools.evaluation.settings import (
@@ -68,7 +69,8 @@ def evaluate_caches(
     """Compare the predictions of a text through each cache with the full-precision model's.
 
     Args:
-        candidates: models that differ only in `cache_parameters`, each with its cache.
+        candidates: models that differ only in `cache_parameters`, each with its cache. If their
+            activations are int8, the full-precision model's are not.
         token_ids: the text, [n] integers.
         choices: settings by name, as in `Settings`: window (at most the model's positions; default
             those, or 2048), stride (default: half a window), mode, batch, chunk, prompt, step.
@@ -280,12 +282,13 @@ def _run(
     compared = [(exact.copy(), exact.copy(), np.zeros(exact.shape, bool)) for _ in candidates]
     specs = [parse(spec) for _, spec in candidates]
     reference, through = None, []
+    full_precision = with_activations(candidates[0][0], "float32")
     work = [(number, part) for number in range(batches) for part in parts]
     for number, part in (progress or (lambda items, _: items))(work, "evaluating"):
         here = np.arange(number * size, (number + 1) * size)
         if part is parts[0]:
             batch = _batch(rows, lengths, here, padded)
-            reference = Reference(candidates[0][0], batch, (kept or {}).get(number))
+            reference = Reference(full_precision, batch, (kept or {}).get(number))
             if kept is not None:
                 kept[number] = reference.hidden
             through = [

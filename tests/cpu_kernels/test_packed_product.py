@@ -144,10 +144,10 @@ def test_a_mapped_product_is_the_product_of_each():
     ("change", "outputs", "message"),
     [
         ({}, 40, "codes must be"),
-        ({0: np.zeros((1, 64, 32), np.int16)}, 32, "codes must be u32 or s8"),
+        ({0: np.zeros((1, 64, 32), np.int16)}, 32, "codes must be u32, s8"),
         ({1: np.zeros((1, 3, 32), np.float16)}, 32, "scales and minima must be"),
         ({1: np.zeros((1, 2, 32), np.int8)}, 32, "coarse scales must be"),
-        ({3: np.zeros((1, 2, 32), np.float32)}, 32, "must be float16 or int8"),
+        ({3: np.zeros((1, 2, 32), np.float32)}, 32, "must be float16, int8 or uint8"),
     ],
 )
 def test_arrays_that_do_not_fit_are_an_error_of_xla(change: dict, outputs: int, message: str):

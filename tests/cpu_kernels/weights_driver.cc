@@ -26,39 +26,49 @@ static double value_of(uint16_t half) {
 struct MatrixShape {
   int64_t bits, group, inputs, outputs, tokens, digits;
   bool coarse, mins;
+  bool exponents = false;
 };
+
+constexpr double kE2M1[16] = {0, .5, 1, 1.5, 2, 3, 4, 6, -0., -.5, -1, -1.5, -2, -3, -4, -6};
 
 struct RandomScales {
   std::vector<uint16_t> halves, coarse;
   std::vector<int8_t> bytes;
+  std::vector<uint8_t> powers;
 
   RandomScales(const MatrixShape& s, int64_t panels)
-      : halves(s.coarse ? 0 : panels * s.inputs / s.group * 32),
+      : halves(s.coarse || s.exponents ? 0 : panels * s.inputs / s.group * 32),
         coarse(s.coarse ? panels * s.inputs / kCoarse * 32 : 0),
-        bytes(s.coarse ? panels * s.inputs / s.group * 32 : 0) {
+        bytes(s.coarse ? panels * s.inputs / s.group * 32 : 0),
+        powers(s.exponents ? panels * s.inputs / s.group * 32 : 0) {
+    for (auto& x : powers) x = uint8_t(124 + random_bits() % 8);
     for (auto& x : halves) x = random_half();
     for (auto& x : coarse) x = random_half();
     for (auto& x : bytes) x = int8_t(random_bits() % 128 - 64);
   }
   Scales scales() const {
+    if (!powers.empty()) return {powers.data(), nullptr, true};
     if (coarse.empty()) return {halves.data(), nullptr};
     return {bytes.data(), coarse.data()};
   }
   double at(const MatrixShape& s, int64_t i, int64_t o) const {
     const int64_t groups = s.inputs / s.group;
     const int64_t fine = (o / 32 * groups + i / s.group) * 32 + o % 32;
+    if (!powers.empty()) return std::ldexp(1, powers[fine] - 127);
     if (coarse.empty()) return value_of(halves[fine]);
     return bytes[fine] *
            value_of(coarse[(o / 32 * (s.inputs / kCoarse) + i / kCoarse) * 32 + o % 32]);
   }
 };
 
-static std::vector<float> run(PackedCall call, const Multiplier& kernel, int64_t helpers) {
+static std::vector<float> run(PackedCall call, const Multiplier& kernel, int64_t helpers,
+                              const std::vector<int32_t>& chosen = {}, int64_t experts = 1) {
   std::vector<float> y(call.tokens * call.products[0].weights.outputs, NAN);
   call.products[0].y = y.data();
   std::vector<std::thread> threads;
-  multiply(call, kernel, helpers,
-           [&](std::function<void()> work) { threads.emplace_back(std::move(work)); });
+  const auto schedule = [&](std::function<void()> work) { threads.emplace_back(std::move(work)); };
+  if (chosen.empty()) multiply(call, kernel, helpers, schedule);
+  else multiply_chosen(call, chosen.data(), experts, kernel, helpers, schedule);
   for (auto& thread : threads) thread.join();
   return y;
 }
@@ -70,16 +80,22 @@ static bool same(const std::vector<float>& a, const std::vector<float>& b) {
 static double code_of(const MatrixShape& s, const std::vector<uint8_t>& codes, int64_t i,
                       int64_t o) {
   const int64_t panel = o / 32 * s.inputs, lane = o % 32;
+  if (s.bits == 16) {
+    uint16_t half;
+    std::memcpy(&half, codes.data() + ((panel + i) * 32 + lane) * 2, 2);
+    return value_of(half);
+  }
   if (s.bits == 8) return int8_t(codes[((panel + i) / 4 * 32 + lane) * 4 + i % 4]);
   const int64_t half = i % 32 / 16, word = i / 32 * 4 + i % 16 / 4;
   const uint8_t byte = codes[((panel / 8 + word) * 32 + lane) * 4 + i % 4];
-  return half ? byte >> 4 : byte & 15;
+  const int code = half ? byte >> 4 : byte & 15;
+  return s.exponents ? kE2M1[code] : code;
 }
 
 // Entry i of row t, as a product reads it.
 static double read_as(const MatrixShape& s, const std::vector<float>& x, int64_t t, int64_t i) {
   const float* const row = x.data() + t * s.inputs;
-  if (s.digits == 3) return row[i];
+  if (s.digits == 3 || s.bits == 16) return row[i];
   float most = 0;
   for (int64_t j = i / s.group * s.group; j < (i / s.group + 1) * s.group; j++)
     most = std::max(most, std::fabs(row[j]));
@@ -90,18 +106,36 @@ static int check(const MatrixShape& s) {
   const int64_t panels = (s.outputs + 31) / 32;
   std::vector<uint8_t> codes(panels * 32 * s.inputs * s.bits / 8);
   for (auto& code : codes) code = uint8_t(random_bits());
+  for (size_t i = 0; s.bits == 16 && i < codes.size(); i += 2) {
+    const uint16_t half = random_half();
+    std::memcpy(codes.data() + i, &half, 2);
+  }
   const RandomScales scales(s, panels), mins(s, panels);
   std::vector<float> x(s.tokens * s.inputs);
   for (float& value : x) value = random_float();
-  const float centre = s.bits == 4 && !s.mins ? 8.0f : 0.0f;
-  const PackedMatrix weights{
-      s.bits, s.group,      s.inputs,        s.outputs,
-      centre, codes.data(), scales.scales(), s.mins ? mins.scales() : Scales{}};
+  const float centre = s.bits == 4 && !s.mins && !s.exponents ? 8.0f : 0.0f;
+  const PackedMatrix weights{s.bits,
+                             s.group,
+                             s.inputs,
+                             s.outputs,
+                             centre,
+                             codes.data(),
+                             s.bits == 16 ? Scales{} : scales.scales(),
+                             s.mins ? mins.scales() : Scales{}};
   const PackedCall call{x.data(), s.tokens, s.inputs, s.digits, {{weights, nullptr}}};
   const Multiplier& kernel = *best_kernels().multiplier;
   const auto one = run(call, multiplier_baseline, 0);
   const auto best = run(call, kernel, 0);
   bool equal = same(one, run(call, multiplier_baseline, 3)) && same(best, run(call, kernel, 2));
+  if (s.outputs % (2 * kPanelOutputs) == 0) {  // two experts, of half of the outputs each
+    std::vector<int32_t> chosen(s.tokens);
+    for (auto& expert : chosen) expert = int32_t(random_bits() % 2);
+    PackedCall halved = call;
+    const int64_t half = halved.products[0].weights.outputs = s.outputs / 2;
+    const auto y = run(halved, kernel, 2, chosen, 2);
+    for (int64_t t = 0; t < s.tokens; t++)
+      equal &= !std::memcmp(&y[t * half], &best[t * s.outputs + chosen[t] * half], 4 * half);
+  }
   for (int64_t t = 0; t < s.tokens; t++) {
     PackedCall alone = call;
     alone.x += t * s.inputs, alone.tokens = 1;
@@ -113,8 +147,9 @@ static int check(const MatrixShape& s) {
     for (int64_t o = 0; o < s.outputs; o++) {
       double want = 0;
       for (int64_t i = 0; i < s.inputs; i++) {
-        const double w = (code_of(s, codes, i, o) - centre) * scales.at(s, i, o) +
-                         (s.mins ? mins.at(s, i, o) : 0);
+        const double w =
+            (code_of(s, codes, i, o) - centre) * (s.bits == 16 ? 1 : scales.at(s, i, o)) +
+            (s.mins ? mins.at(s, i, o) : 0);
         want += read_as(s, x, t, i) * w;
       }
       difference += std::pow(one[t * s.outputs + o] - want, 2);
@@ -143,6 +178,14 @@ int main() {
                     check({bits, group, coarse ? 512 : 160, outputs, tokens, digits, coarse, mins});
                 checked++;
               }
+  for (int64_t outputs : {5, 64})
+    for (int64_t tokens : {1, 3, 13})
+      for (int64_t digits : {1, 3}) {
+        failures += check({16, 32, 160, outputs, tokens, digits, false, false});
+        failures += check({4, 32, 160, outputs, tokens, digits, false, false, true});
+        failures += check({8, 16, 512, outputs, tokens, digits, true, true});
+        checked += 3;
+      }
   std::printf("%d products, kernel %s, %d failures\n", checked, best_kernels().name, failures);
   return failures != 0;
 }

@@ -15,7 +15,7 @@ from typing import Any
 import kvq_jax as kvq
 from kvq_models.inference import decoding
 from kvq_models.inference.method_parameters import prepare
-from kvq_models.llama.checkpoint import load_llama
+from kvq_models.llama.packed_loading import fingerprint
 from kvq_tools.cli import (
     device_memory,
     handover,
@@ -31,7 +31,6 @@ from kvq_tools.cli.console import (
     check_finite,
     format_bytes,
     input_errors,
-    loading,
     print_json,
     progress,
     warn,
@@ -48,14 +47,8 @@ PROMPT = "> "
 
 def run(options: argparse.Namespace) -> None:
     settings, tokenizer, capacity, placement, saved = _checked(options)
-    with loading(options.model), input_errors():
-        llama, _ = load_llama(
-            options.model,
-            dtype=inputs.model_dtype(options),
-            mesh=placement,
-            weights=options.weights,
-        )
-    model_fingerprint = "" if saved is None else kvq.files.fingerprint(llama)
+    llama = inputs.load_model(options, placement)
+    model_fingerprint = "" if saved is None else fingerprint(llama)
     with input_errors():
         llama = prepare(llama, options.cache.spec, options.calibration, progress=bar)
     if saved is None:

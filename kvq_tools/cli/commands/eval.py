@@ -11,7 +11,6 @@ import kvq_jax as kvq
 from kvq_jax.cache.size import COMPARED_BATCHES
 from kvq_models.inference.memory import CACHE_DTYPE
 from kvq_models.inference.method_parameters import prepare
-from kvq_models.llama.checkpoint import load_llama
 from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli import inputs, mesh, protocol_evaluation, resident, text_evaluation
 from kvq_tools.cli.console import (
@@ -19,7 +18,6 @@ from kvq_tools.cli.console import (
     check_finite,
     format_bytes,
     input_errors,
-    loading,
     print_json,
 )
 from kvq_tools.cli.tables import print_table
@@ -45,10 +43,8 @@ def run(options: argparse.Namespace) -> None:
         window,
         options.dtype,
     )
-    with loading(options.model), input_errors():
-        llama, _ = load_llama(
-            options.model, dtype=options.dtype, mesh=placement, weights=options.weights
-        )
+    llama = inputs.load_model(options, placement)
+    with input_errors():
         models = [
             (prepare(llama, spec, file), spec)
             for (_, spec), file in zip(options.cache, files, strict=True)
@@ -97,6 +93,7 @@ def report(
         "chunk": settings.chunk if settings.mode == "chunked" else None,
         "step": settings.step if settings.mode == "decode" else None,
         "dtype": options.dtype,
+        "activations": options.activations,
         "capacity": first.window,
         "read_tokens": settings.read_tokens(first.window),
         "bf16_bytes": bf16,
@@ -195,8 +192,8 @@ def _print(result: dict[str, Any]) -> None:
     title = (
         f"{result['model']} on {result['text']}: {result['scored_tokens']} of"
         f" {result['text_tokens']} tokens scored in windows of {result['capacity']} by"
-        f" {result['stride']}, mode {result['mode']}{_detail(result)}, {result['dtype']},"
-        f" {result['seconds']:.0f} s"
+        f" {result['stride']}, mode {result['mode']}{_detail(result)}, {result['dtype']}"
+        f"{_rounding(result)}, {result['seconds']:.0f} s"
     )
     print_table(title, columns, rows, numeric=columns[1:])
     _print_positions(result)
@@ -206,6 +203,10 @@ def _detail(result: dict[str, Any]) -> str:
     if result["mode"] == "chunked":
         return f" ({result['chunk']} tokens at a time)"
     return f" (after a prompt of {result['prompt']} tokens)" if result["prompt"] else ""
+
+
+def _rounding(result: dict[str, Any]) -> str:
+    return " with int8 activations" if result["activations"] == "int8" else ""
 
 
 def _print_positions(result: dict[str, Any]) -> None:

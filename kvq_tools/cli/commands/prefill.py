@@ -12,7 +12,6 @@ import jax
 import kvq_jax as kvq
 from kvq_models.inference import decoding
 from kvq_models.inference.method_parameters import prepare
-from kvq_models.llama.checkpoint import load_llama
 from kvq_models.llama.packed_loading import fingerprint
 from kvq_tools.cli import device_memory, handover, inputs
 from kvq_tools.cli.console import (
@@ -21,7 +20,6 @@ from kvq_tools.cli.console import (
     check_finite,
     format_bytes,
     input_errors,
-    loading,
     print_json,
     progress,
 )
@@ -49,10 +47,7 @@ def run(options: argparse.Namespace) -> None:
     device_memory.check_memory(layout)
     with input_errors():
         decoding.implementations(layout, options.implementation)
-    with loading(options.model), input_errors():
-        llama, _ = load_llama(
-            options.model, dtype=inputs.model_dtype(options), weights=options.weights
-        )
+    llama = inputs.load_model(options)
     model_fingerprint = fingerprint(llama)
     with input_errors():
         llama = prepare(llama, options.cache.spec, options.calibration, progress=bar)

@@ -10,7 +10,6 @@ from typing import Any
 
 import kvq_jax as kvq
 from kvq_models.inference.method_parameters import prepare
-from kvq_models.llama.checkpoint import load_llama
 from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli import inputs, text_evaluation
 from kvq_tools.cli.console import (
@@ -19,7 +18,6 @@ from kvq_tools.cli.console import (
     check_finite,
     format_bytes,
     input_errors,
-    loading,
     print_json,
 )
 from kvq_tools.cli.options.report import CONTEXTS, NO_CONTEXTS
@@ -79,8 +77,8 @@ def _made(options: argparse.Namespace) -> schema.CacheReport:
     config, text, settings, files = text_evaluation.checked(options)
     shown = _contexts(options, config)
     inputs.output_directory(options.out)  # fails now rather than at the end
-    with loading(options.model), input_errors():
-        plain, _ = load_llama(options.model, dtype=options.dtype)
+    plain = inputs.load_model(options)
+    with input_errors():
         prepared = zip(options.cache, files, strict=True)
         candidates = [
             times.PreparedCache(name, spec, prepare(plain, spec, file))
@@ -149,6 +147,8 @@ def command(options: argparse.Namespace, settings: Settings, shown: tuple[int, .
         ("buckets", BUCKETS),
         ("steps", STEPS),
         ("sample", SAMPLE),
+        ("weights", None),
+        ("activations", "float32"),
     ):
         if getattr(options, name) != default:
             parts += [f"--{name}", getattr(options, name)]

@@ -61,11 +61,13 @@ def load_llama(
             Weights are cast one tensor at a time. GGUF weights are dequantized first.
         mesh: the devices that share the weights (sharding.py). Each process reads only the parts
             that its devices hold, so checksums of files are not verified.
-        weights: "packed" keeps the matrices of a GGUF file in the file's own bits
+        weights: "packed" keeps matrices of GGUF blocks, bfloat16 and float16 in the file's own bits
             (packed_weights.py). "dense" makes arrays of dtype of all. None packs what can be packed
-            if the model is on one CPU and the native kernels are there.
-        activations: "int8" rounds what packed weights multiply to 8 bits, by groups of 16 or 32
-            inputs: faster, and not exact. "float32" rounds nothing.
+            if the model is on one CPU and the native kernels are there, but matrices of 16 bits
+            only if they take 64 MiB or more.
+        activations: "int8" rounds what packed codes multiply to 8 bits, by groups of 16 or 32
+            inputs: prompts and batches take half the time in products, and results are not exact.
+            "float32" rounds nothing.
 
     A tied checkpoint that also stores a head keeps the head if it differs from the embedding, as in
     transformers.
@@ -95,13 +97,13 @@ def load_weights(
             f"dtype={jnp.dtype(dtype).name!r} is not supported; supported:"
             f" {', '.join(MODEL_DTYPES)}"
         )
-    packs = packing(checkpoint, weights, on_mesh=mesh is not None)
     _check_layers(checkpoint)
     config = _untie_if_stored_apart(checkpoint)
     if config.brings_kv_scales and isinstance(checkpoint, HfDirectory):
         config = dataclasses.replace(config, kv_scales=checkpoint.kv_scales())
     abstract = abstract_llama(config, dtype)
     _check_tensors(hf_names.weights(abstract), checkpoint, tied=config.tie_word_embeddings)
+    packs = packing(checkpoint, weights, dtype, on_mesh=mesh is not None)
     placement = None if mesh is None else placement_of(mesh)
     return with_activations(_read_weights(abstract, checkpoint, placement, packs), activations)
 

@@ -9,8 +9,8 @@ activation of gate g and u is (clip(u, -c, c) + 1) * g' sigmoid(a g'), g' = min(
 
 Many tokens are sorted by expert, so that each expert's tokens are one product with its weights
 (`jax.lax.ragged_dot`). Few tokens take their experts' weights instead: a step reads the chosen
-experts and no others. Source: Shazeer et al., Outrageously Large Neural Networks; Jiang et al.,
-Mixtral of Experts, section 2.1.
+experts and no others. Packed experts (packed_experts.py) are one call either way. Source: Shazeer
+et al., Outrageously Large Neural Networks; Jiang et al., Mixtral of Experts, section 2.1.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from jaxtyping import Array, Float, Int
 
 from kvq_models.llama.experts_config import ExpertsConfig
 from kvq_models.llama.initial_weights import constant, normal
+from kvq_models.llama.packed_experts import expert_products
+from kvq_models.llama.packed_weights import is_packed
 
 
 class Experts(nnx.Module):
@@ -54,8 +56,12 @@ class Experts(nnx.Module):
     def __call__(self, y_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         rows = y_BTD.reshape(-1, y_BTD.shape[-1])
         weights, chosen = self._route(rows)
-        few = chosen.size <= self.config.count
-        computed = self._by_token(rows, chosen) if few else self._by_expert(rows, chosen)
+        if is_packed(self.gate[...]):
+            computed = self._packed(rows, chosen)
+        elif chosen.size <= self.config.count:
+            computed = self._by_token(rows, chosen)
+        else:
+            computed = self._by_expert(rows, chosen)
         out = jnp.einsum("nkd,nk->nd", computed, weights.astype(computed.dtype))
         return out.reshape(y_BTD.shape)
 
@@ -69,6 +75,15 @@ class Experts(nnx.Module):
         if self.config.normalized:
             weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
         return weights, chosen
+
+    def _packed(
+        self, rows: Float[Array, "n D"], chosen: Int[Array, "n k"]
+    ) -> Float[Array, "n k D"]:
+        flat = chosen.reshape(-1)
+        repeated = jnp.repeat(rows, self.config.per_token, axis=0)
+        gate, up = expert_products(repeated, flat, (self.gate[...], self.up[...]))
+        (down,) = expert_products(self._inner(gate, up, flat), flat, (self.down[...],))
+        return self._biased(down, self.down_bias, flat).reshape(*chosen.shape, -1)
 
     def _by_token(
         self, rows: Float[Array, "n D"], chosen: Int[Array, "n k"]

@@ -1,5 +1,5 @@
-"""The blocks of GGUF's tensors as packed matrices, without dequantizing them: every value is the
-same, bit for bit.
+"""The blocks of GGUF's tensors, and tensors of 16 bits, as packed matrices, without dequantizing
+them: every value is the same, bit for bit.
 
                 codes                scales                      minima
     Q4_0        4 bits, centre 8     float16 for 32 inputs       none
@@ -9,6 +9,8 @@ same, bit for bit.
     Q5_1        8 bits               float16 for 32              float16 for 32
     Q5_K        8 bits               6 bits for 32 x float16     6 bits for 32 x float16
     Q6_K        8 bits               int8 for 16 x float16       none
+    MXFP4       4 bits (E2M1)        a power of two for 32       none
+    F16, BF16   the values           none                        none
 
 The coarse float16 factors of K blocks are for 256 inputs. 5- and 6-bit codes take 8 bits here.
 Source: ggml's block structures, as the gguf library reads them.
@@ -25,10 +27,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Int, Shaped, UInt8
 
 from kvq_models.llama import huge_pages
-from kvq_models.llama.packed_weights import PackedMatrix, panels_of
+from kvq_models.llama.packed_weights import PANEL, PackedMatrix, panels_of
 
 Blocks = UInt8[np.ndarray, "O n _"]
-_EXPONENT = np.uint16(0x7C00)  # of float16, all ones in a number that is not finite
+# bits of the exponent, all ones in a number that is not finite
+_EXPONENTS = {"float16": np.uint16(0x7C00), "bfloat16": np.uint16(0x7F80)}
+_MOST_EXPONENT = 252  # of MXFP4, whose largest number fits float32
 _LOW = np.uint32(0x0F0F0F0F)  # the low 4 bits of each byte of a word
 
 
@@ -36,10 +40,20 @@ class _Entries(NamedTuple):
     """The arrays of a `PackedMatrix` by output."""
 
     codes: Shaped[np.ndarray, "O _"]
-    scales: Shaped[np.ndarray, "O _"]
+    scales: Shaped[np.ndarray, "O _"] | None = None
     coarse_scales: Shaped[np.ndarray, "O _"] | None = None
     mins: Shaped[np.ndarray, "O _"] | None = None
     coarse_mins: Shaped[np.ndarray, "O _"] | None = None
+
+
+def is_whole(shape: tuple[int, ...], *, experts: bool) -> bool:
+    """Return True if a tensor of rows [O, I], or of all experts [E, O, I], has whole groups of
+    inputs, and whole panels of outputs for each expert."""
+    return (
+        2 <= len(shape) <= 2 + experts
+        and shape[-1] % 32 == 0
+        and (shape[-2] % PANEL == 0 or not experts)
+    )
 
 
 def packed_matrix(
@@ -54,24 +68,37 @@ def packed_matrix(
         order: the row of the tensor that is output o, or None if they are in order.
         dtype: of the values.
     """
-    blocks = blocks if order is None else blocks[order]
-    entries = KINDS[kind](blocks)
-    halves = (rows for rows in entries if rows is not None and rows.dtype == np.float16)
-    finite = all(bool(np.all(rows.view(np.uint16) & _EXPONENT != _EXPONENT)) for rows in halves)
+    return _packed(KINDS[kind](blocks if order is None else blocks[order]), kind, dtype)
+
+
+def matrix_of_numbers(
+    rows: Shaped[np.ndarray, "O I"], dtype: DTypeLike
+) -> tuple[PackedMatrix, bool]:
+    """Return the matrix [I, O] of rows of bfloat16 or float16, as `packed_matrix` does."""
+    return _packed(_Entries(rows), rows.dtype.name, dtype)
+
+
+def _packed(entries: _Entries, kind: str, dtype: DTypeLike) -> tuple[PackedMatrix, bool]:
+    finite = all(_is_finite(rows) for rows in entries if rows is not None)
     codes, *factors = entries
     matrix = PackedMatrix(
-        _placed(_by_fours(codes)),
+        _placed(codes.reshape(len(codes), -1, 4) if codes.dtype == np.int8 else codes),
         *map(_placed, factors),
-        outputs=len(blocks),
+        outputs=len(codes),
         centre=8 if kind == "Q4_0" else 0,
         value_dtype=jnp.dtype(dtype).name,
     )
     return matrix, finite
 
 
-def _by_fours(codes: Shaped[np.ndarray, "O _"]) -> Shaped[np.ndarray, "O _ ..."]:
-    """Return codes of 8 bits as [O, I / 4, 4]. Words of 4-bit codes stay as they are."""
-    return codes if codes.dtype == np.uint32 else codes.reshape(len(codes), -1, 4)
+def _is_finite(rows: Shaped[np.ndarray, "O _"]) -> bool:
+    """Return True if codes or factors stand for finite numbers."""
+    if rows.dtype == np.uint8:  # powers of two, times 12 at most
+        return not rows.size or int(rows.max()) <= _MOST_EXPONENT
+    exponent = _EXPONENTS.get(rows.dtype.name)
+    if exponent is None:
+        return True
+    return bool(np.all(rows.view(np.uint16) & exponent != exponent))
 
 
 def _placed(rows: Shaped[np.ndarray, "O n ..."] | None) -> Any:
@@ -155,6 +182,18 @@ def _q6_k(blocks: Blocks) -> _Entries:
     return _Entries(_rows(codes), scales, _halves(blocks, 208))
 
 
+def _mxfp4(blocks: Blocks) -> _Entries:
+    return _Entries(_rows(_words(blocks[..., 1:])), np.ascontiguousarray(blocks[..., 0]))
+
+
+def _f16(blocks: Blocks) -> _Entries:
+    return _Entries(_rows(blocks.view("<f2")))
+
+
+def _bf16(blocks: Blocks) -> _Entries:
+    return _Entries(_rows(blocks.view(jnp.bfloat16)))
+
+
 KINDS: dict[str, Callable[[Blocks], _Entries]] = {
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
@@ -164,4 +203,7 @@ KINDS: dict[str, Callable[[Blocks], _Entries]] = {
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
     "Q8_0": _q8_0,
+    "MXFP4": _mxfp4,
+    "F16": _f16,
+    "BF16": _bf16,
 }

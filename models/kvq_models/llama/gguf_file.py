@@ -7,9 +7,10 @@ file's: a 4-bit matrix loads as the numbers that its blocks encode.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -82,19 +83,25 @@ class GgufFile:
         return gguf_names.in_hf_form(self.config, name, self._dequantized(name))
 
     def packs(self, name: str) -> bool:
-        """Return True if a tensor can be read packed: a matrix, or rows of one, of blocks that
-        `gguf_blocks.KINDS` knows."""
-        from kvq_models.llama.gguf_blocks import KINDS  # imported late: it needs JAX
+        """Return True if a tensor can be read packed: a matrix, rows of one, or the matrices of all
+        experts, of blocks that `gguf_blocks.KINDS` knows."""
+        from kvq_models.llama.gguf_blocks import KINDS, is_whole  # imported late: it needs JAX
 
         stored, piece = self.tensors.get(name), self._slices.get(name)
-        rows = piece is None or piece.axis == 0
-        return rows and stored is not None and stored.dtype in KINDS and len(stored.shape) == 2
+        if stored is None or stored.dtype not in KINDS or (piece is not None and piece.axis != 0):
+            return False
+        shape = stored.shape if piece is not None else self._tensors[name].shape
+        return is_whole(shape, experts=".experts." in name)
 
-    def packed(self, name: str, dtype: Any) -> tuple[Any, bool]:
+    def packed(self, names: Sequence[str], dtype: Any) -> tuple[Any, bool]:
         """Return a tensor that `packs`, by its Hugging Face name, as a PackedMatrix [in, out] whose
-        values are the file's, and True if all of it is finite."""
+        values are the file's, and True if all of it is finite. The outputs of several tensors, or
+        of all experts in one, lie behind each other."""
         from kvq_models.llama.gguf_blocks import packed_matrix  # imported late: it needs JAX
 
+        name = names[0]
+        if ".experts." in name:
+            return self._packed_experts([self._tensors[name] for name in names], dtype)
         piece, heads = self._slices.get(name), gguf_names.has_swapped_rows(self.config, name)
         tensor = self._tensors[name if piece is None else piece.stored]
         rows, order = np.arange(tensor.shape[0]), None
@@ -104,6 +111,22 @@ class GgufFile:
             order = gguf_names.unswapped(rows, heads)
         with self._errors(f"holds tensor {tensor.name!r}, which cannot be read"):
             return packed_matrix(blocks_of(tensor), self.tensors[name].dtype, order, dtype)
+
+    def _packed_experts(self, tensors: list[GgufTensor], dtype: Any) -> tuple[Any, bool]:
+        from gguf import GGMLQuantizationType
+
+        from kvq_models.llama.gguf_blocks import packed_matrix  # imported late: it needs JAX
+
+        first = tensors[0]
+        with self._errors(f"holds tensor {first.name!r}, which cannot be read"):
+            if all((t.file, t.start) == (first.file, first.start) for t in tensors):
+                # parts of one tensor, or all experts of a family that names them together
+                shape = first.shape if len(tensors) == 1 else (len(tensors), *first.shape)
+                blocks = blocks_of(dataclasses.replace(first, shape=shape, part=0))
+            else:
+                blocks = np.stack([blocks_of(tensor) for tensor in tensors])
+            kind = GGMLQuantizationType(first.kind).name
+            return packed_matrix(blocks.reshape(-1, *blocks.shape[-2:]), kind, None, dtype)
 
     def parts(self, name: str) -> Callable[[tuple[slice, ...]], np.ndarray]:
         """Return a function that returns parts of one tensor, which is read and dequantized as a

@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -34,7 +34,7 @@ from kvq_models.llama.quantized.kv_scales import KVScales, read_kv_scales
 from kvq_models.llama.quantized.quantization_config import quantization_of
 from kvq_models.llama.quantized.quantized_weights import QuantizedWeight, gathered
 from kvq_models.llama.quantized.raw_tensors import RawTensors
-from kvq_models.llama.stored_tensor import CheckpointError, StoredTensor, first_line
+from kvq_models.llama.stored_tensor import NUMBERS, CheckpointError, StoredTensor, first_line
 from kvq_models.llama.tensor_names import EMBED_NAME, HEAD_NAME
 
 CONFIG_FILES = ("config.json", "generation_config.json")
@@ -245,6 +245,24 @@ class HfDirectory:
                 return tensors.get_slice(stored.stored_as or name)[index]
 
         return read
+
+    def packs(self, name: str) -> bool:
+        """Return True if a tensor can be read packed: a matrix of numbers of 16 bits."""
+        from kvq_models.llama.gguf_blocks import is_whole  # imported late: it needs JAX
+
+        stored, piece = self.tensors[name], self._slices.get(name)
+        rows = piece is None or piece.axis == 0
+        numbers = stored.dtype in NUMBERS and self._quantized(name) is None
+        whole = is_whole(stored.shape, experts=".experts." in name)
+        return rows and numbers and whole and len(stored.shape) == 2
+
+    def packed(self, names: Sequence[str], dtype: Any) -> tuple[Any, bool]:
+        """Return a tensor that `packs` as a PackedMatrix [in, out] of its values, and True if all
+        of it is finite. The outputs of several tensors lie behind each other."""
+        from kvq_models.llama.gguf_blocks import matrix_of_numbers  # imported late: it needs JAX
+
+        rows = [np.asarray(self.read(name)) for name in names]
+        return matrix_of_numbers(rows[0] if len(rows) == 1 else np.concatenate(rows), dtype)
 
     def _slice(self, name: str, tensor: np.ndarray) -> np.ndarray:
         """Return the weight of this name, which may be a slice of the file's tensor."""

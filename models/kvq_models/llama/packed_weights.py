@@ -1,14 +1,16 @@
-"""Weights that stay packed: a matrix of codes of 4 or 8 bits, and a table of rows made of one.
+"""Weights that stay packed: a matrix of codes of 4 or 8 bits, or of numbers of 16, and a table of
+rows made of one.
 
 A model's weight is an array or one of these. The model multiplies by `x @ weight`, looks rows up by
 `rows_of`, and does not ask which it has. `dense` returns the array for everything else.
 
-Source: the blocks of GGUF files (gguf_blocks.py), which both hold exactly.
+Source: the blocks of GGUF files (gguf_blocks.py) and tensors of 16 bits, whose values are kept.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -17,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Int, Shaped, UInt8
 
 from cpu_kernels.library import unavailable
 from cpu_kernels.packed_product import PANEL, packed_products
@@ -29,19 +31,26 @@ _SHIFTS = (4 * np.arange(2)[:, None] + 8 * np.arange(4)).astype(np.uint32)[
     None, None, :, None, :, None
 ]
 TILE = 2048  # outputs that XLA dequantizes at a time
+_BITS = {"uint32": 4, "int8": 8, "bfloat16": 16, "float16": 16}  # by the dtype of codes
+_INPUTS = {4: 8, 8: 4, 16: 1}  # of an entry of the second axis of codes
+# twice each number of 4 bits (E2M1)
+_TWICE_E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
 
 Activations: TypeAlias = Literal["float32", "int8"]
 
 
-class _Weight:
+class PackedWeight:
     """The side of a weight that looks like an array."""
 
-    ndim = 2
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
 
     @property
     def size(self) -> int:
-        return self.shape[0] * self.shape[1]
+        return math.prod(self.shape)
 
     def __getitem__(self, index: Any) -> Any:
         """Return the weight itself for `...`, with which flax reads a Param."""
@@ -55,7 +64,7 @@ class _Weight:
 
 @pytree
 @dataclasses.dataclass(frozen=True)
-class PackedMatrix(_Weight):
+class PackedMatrix(PackedWeight):
     """A matrix [I, O] of codes, whose scales and minima are shared by groups of inputs:
 
         w[i, o] = (code[i, o] - centre) scale[i // group, o] + min[i // group, o]
@@ -63,22 +72,24 @@ class PackedMatrix(_Weight):
     in fp32. Output o lies in lane o % 32 of panel o // 32. Everything behind the last output is 0.
 
         codes          int8 [P, I / 4, 32, 4]; or of 4 bits, eight in a word, uint32 [P, I / 8, 32]:
-                       bits 8 b + 4 h of word 4 r + w are those of input 32 r + 16 h + 4 w + b
-        scales         float16 [P, I / group, 32], or int8 factors of coarse_scales
+                       bits 8 b + 4 h of word 4 r + w are those of input 32 r + 16 h + 4 w + b;
+                       or the values, bfloat16 or float16 [P, I, 32], without scales
+        scales         float16 [P, I / group, 32], or int8 factors of coarse_scales, or uint8 e of
+                       MXFP4: 2^(e - 128) times twice the number (E2M1) that a code stands for
         coarse_scales  float16 [P, I / 256, 32], or None
         mins           as scales, or None for 0
         coarse_mins    as coarse_scales, or None
         outputs        O; P = ceil(O / 32)
         centre         the code that stands for 0; 0 for 8 bits
         value_dtype    of `dequantized` and `rows`
-        activations    "float32", or "int8": products round x to 8 bits, by group of inputs
+        activations    "float32", or "int8": products with codes round x to 8 bits, by group
 
     x @ w is a native kernel on a CPU. Elsewhere XLA dequantizes tiles. Products are as exact as
     sums of fp32 numbers, but for that rounding. There is no gradient.
     """
 
     codes: Shaped[Array, "P _ 32 ..."]
-    scales: Shaped[Array, "P groups 32"]
+    scales: Shaped[Array, "P groups 32"] | None = None
     coarse_scales: Float[Array, "P _ 32"] | None = None
     mins: Shaped[Array, "P groups 32"] | None = None
     coarse_mins: Float[Array, "P _ 32"] | None = None
@@ -89,11 +100,11 @@ class PackedMatrix(_Weight):
 
     @property
     def bits(self) -> int:
-        return 4 if self.codes.dtype == jnp.uint32 else 8
+        return _BITS[self.codes.dtype.name]
 
     @property
     def shape(self) -> tuple[int, int]:  # type: ignore[override]  # counted from the arrays
-        return self.codes.shape[1] * (32 // self.bits), self.outputs
+        return self.codes.shape[1] * _INPUTS[self.bits], self.outputs
 
     @property
     def dtype(self) -> np.dtype:
@@ -124,9 +135,31 @@ class PackedMatrix(_Weight):
         return values.reshape(*outputs.shape, -1)
 
 
+class OfMatrix(PackedWeight):
+    """A weight that is a matrix, seen in another way."""
+
+    matrix: PackedMatrix
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.matrix.dtype
+
+    @property
+    def sharding(self) -> Any:
+        return self.matrix.sharding
+
+    @property
+    def bits(self) -> int:
+        return self.matrix.bits
+
+    @property
+    def activations(self) -> Activations:
+        return self.matrix.activations
+
+
 @pytree
 @dataclasses.dataclass(frozen=True)
-class PackedTable(_Weight):
+class PackedTable(OfMatrix):
     """A table [V, D], such as an embedding: the transpose of `matrix` [D, V].
 
     Its T is the matrix, so that x @ table.T are logits.
@@ -139,24 +172,8 @@ class PackedTable(_Weight):
         return self.matrix.shape[1], self.matrix.shape[0]
 
     @property
-    def dtype(self) -> np.dtype:
-        return self.matrix.dtype
-
-    @property
-    def sharding(self) -> Any:
-        return self.matrix.sharding
-
-    @property
     def T(self) -> PackedMatrix:
         return self.matrix
-
-    @property
-    def bits(self) -> int:
-        return self.matrix.bits
-
-    @property
-    def activations(self) -> Activations:
-        return self.matrix.activations
 
     def rows(self, indices: Int[Array, "..."]) -> Float[Array, "... D"]:
         """Return rows, and NaN for indices that are out of range."""
@@ -168,12 +185,11 @@ class PackedTable(_Weight):
         return self.matrix.dequantized().T
 
 
-Packed: TypeAlias = PackedMatrix | PackedTable
-Weight: TypeAlias = Array | Packed
+Weight: TypeAlias = Array | PackedWeight
 
 
 def is_packed(weight: Any) -> bool:
-    return isinstance(weight, PackedMatrix | PackedTable)
+    return isinstance(weight, PackedWeight)
 
 
 def dense(weight: Any) -> Any:
@@ -198,6 +214,8 @@ def logits_of(x: Float[Array, "B T D"], weight: Any, *, tied: bool) -> Float[Arr
 
 def _values(w: PackedMatrix) -> Float[Array, "P I lanes"]:
     """Return the values by panel, fp32. Every product of a code and a scale is exact."""
+    if w.scales is None:
+        return w.codes.astype(jnp.float32)
     if w.bits == 4:
         panels, words, lanes = w.codes.shape
         packed = w.codes.reshape(panels, words // 4, 1, 4, 1, lanes)
@@ -206,7 +224,8 @@ def _values(w: PackedMatrix) -> Float[Array, "P I lanes"]:
     else:
         codes = jnp.moveaxis(w.codes, 3, 2)
         codes = codes.reshape(codes.shape[0], -1, codes.shape[3])
-    values = codes.astype(jnp.float32)
+    e2m1 = w.scales.dtype == jnp.uint8
+    values = jnp.asarray(_TWICE_E2M1)[codes] if e2m1 else codes.astype(jnp.float32)
     by_group = values.reshape(values.shape[0], w.scales.shape[1], -1, values.shape[-1])
     scaled = by_group * _fine(w.scales, w.coarse_scales)[:, :, None]
     if w.mins is not None:
@@ -217,11 +236,20 @@ def _values(w: PackedMatrix) -> Float[Array, "P I lanes"]:
 def _fine(
     factors: Shaped[Array, "P groups lanes"], coarse: Float[Array, "P _ lanes"] | None
 ) -> Float[Array, "P groups lanes"]:
+    if factors.dtype == jnp.uint8:
+        return _power_of_two(factors)
     wide = factors.astype(jnp.float32)
     if coarse is None:
         return wide
     each = wide.reshape(wide.shape[0], coarse.shape[1], -1, wide.shape[2])
     return (each * coarse.astype(jnp.float32)[:, :, None]).reshape(wide.shape)
+
+
+def _power_of_two(e: UInt8[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """Return 2^(e - 128)."""
+    wide = e.astype(jnp.uint32)
+    bits = jnp.where(wide < 2, jnp.uint32(1 << 21) << wide, (wide - 1) << 23)
+    return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def products(x: Float[Array, "... I"], weights: Sequence[Any]) -> list[Float[Array, "... _"]]:
@@ -249,31 +277,45 @@ def _of_rows(
 
 
 @_of_rows.defjvp
-def _refused(primals: Any, tangents: Any) -> Any:
+def refused(primals: Any, tangents: Any) -> Any:
+    """Refuse a gradient."""
     raise NotImplementedError(
         "packed weights have no gradient: load the model with weights='dense'"
     )
 
 
 def _native(x: Float[Array, "T I"], weights: tuple[PackedMatrix, ...]) -> list[Array]:
+    return native_products(x, weights)
+
+
+def native_products(
+    x: Float[Array, "T I"],
+    weights: Sequence[PackedMatrix],
+    chosen: Int[Array, "T"] | None = None,
+    experts: int = 1,
+) -> list[Array]:
+    """Return x w for each w, or for the expert that each row chooses, of those beside each other in
+    w."""
     arrays = [(w.codes, w.scales, w.coarse_scales, w.mins, w.coarse_mins) for w in weights]
     return packed_products(
         x,
         arrays,
-        outputs=[w.outputs for w in weights],
+        outputs=[w.outputs // experts for w in weights],
         centres=[w.centre for w in weights],
         digits=1 if weights[0].activations == "int8" else 3,
+        chosen=chosen,
+        experts=experts,
     )
 
 
 def _in_tiles(x: Float[Array, "T I"], weights: tuple[PackedMatrix, ...]) -> list[Array]:
-    return [_by_tiles(rounded(x, w), w) for w in weights]
+    return [by_tiles(rounded(x, w), w) for w in weights]
 
 
 def rounded(x: Float[Array, "T I"], w: PackedMatrix) -> Float[Array, "T I"]:
     """Return x as products with w take it: rounded to q / 127 times the largest entry of its group,
     with |q| <= 127, if the activations are int8."""
-    if w.activations == "float32":
+    if w.activations == "float32" or w.scales is None:
         return x
     by_group = x.reshape(len(x), w.scales.shape[1], -1)
     most = jnp.max(jnp.abs(by_group), axis=-1, keepdims=True)
@@ -282,7 +324,7 @@ def rounded(x: Float[Array, "T I"], w: PackedMatrix) -> Float[Array, "T I"]:
     return (jnp.round(by_group * factor) * scale).reshape(x.shape)
 
 
-def _by_tiles(x: Float[Array, "T I"], w: PackedMatrix) -> Float[Array, "T O"]:
+def by_tiles(x: Float[Array, "T I"], w: PackedMatrix) -> Float[Array, "T O"]:
     """Multiply by some panels at a time, so that the dequantized matrix never exists as a whole."""
     panels = w.codes.shape[0]
     tiles = next(n for n in range(-(-panels * PANEL // TILE), panels + 1) if panels % n == 0)

@@ -6,6 +6,9 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+# Names of files for numbers of 16 bits that can stay packed, and their dtypes.
+NUMBERS = {"BF16": "bfloat16", "F16": "float16"}
+
 
 class CheckpointError(ValueError):
     """A checkpoint cannot be loaded. The message is one line with the file or tensor and the

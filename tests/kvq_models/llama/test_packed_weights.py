@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize, quantize
 from jax.sharding import Mesh
 
 import kvq_jax as kvq
@@ -33,8 +33,15 @@ CONFIG = tiny_config(hidden_size=64, intermediate_size=96, tie_word_embeddings=T
 
 def random_blocks(kind: str, outputs: int, blocks: int) -> np.ndarray:
     """Return blocks of random bits, whose scales are numbers of both signs."""
-    rng, size = np.random.default_rng(0), GGML_QUANT_SIZES[GGMLQuantizationType[kind]][1]
+    per_block, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    rng = np.random.default_rng(0)
+    if per_block == 1:  # numbers
+        rows = rng.normal(size=(outputs, 32 * blocks)).astype(np.float32)
+        return quantize(rows, GGMLQuantizationType[kind]).view(np.uint8).reshape(outputs, -1, size)
     data = rng.integers(0, 256, (outputs, blocks, size), dtype=np.uint8)
+    if kind == "MXFP4":
+        data[..., 0] = rng.integers(120, 130, (outputs, blocks))
+        return data
     for at in HALVES.get(kind, (0,)):
         scales = rng.normal(size=(outputs, blocks, 1)).astype(np.float16)
         data[..., at : at + 2] = scales.view(np.uint8)
@@ -60,7 +67,7 @@ def test_every_value_is_the_files_bit_for_bit(kind: str):
     assert not np.array_equal(got, changed), "another bit passes"
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_K", "Q5_1", "Q6_K"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_K", "Q5_1", "Q6_K", "MXFP4", "BF16", "F16"])
 def test_products_and_rows_are_those_of_the_values(kind: str, monkeypatch: pytest.MonkeyPatch):
     blocks = random_blocks(kind, 72, 2)
     want, matrix = in_file(blocks, kind), packed_matrix(blocks, kind, None, "float32")[0]
@@ -143,7 +150,7 @@ def test_what_cannot_be_packed_is_refused_in_a_line(file: pathlib.Path, tmp_path
     packed = load_llama(file, dtype="float32", weights="packed")[0]
     with pytest.raises(ValueError, match="load the model with weights='dense'"):
         shard_llama(packed, mesh)
-    plain = write_gguf(random_llama(CONFIG), tmp_path / "f.gguf", kind="F16")
+    plain = write_gguf(random_llama(CONFIG), tmp_path / "f.gguf", kind="F32")
     with pytest.raises(ValueError, match="GGUF files with blocks"):
         load_llama(plain, weights="packed")
     with pytest.raises(TypeError, match="make it an array"):

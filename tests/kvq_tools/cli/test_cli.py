@@ -12,8 +12,9 @@ import pytest
 import kvq_jax as kvq
 from kvq_jax.attention import dispatch
 from kvq_models import generate, load_llama, right_padded
+from kvq_models.llama import checkpoint
 from kvq_models.llama.checkpoint import read_config
-from kvq_tools.cli import console, inputs, layer_times, one_generation, text_input
+from kvq_tools.cli import console, inputs, layer_times, text_input
 from kvq_tools.cli.console import printable
 from kvq_tools.cli.options import demo as demo_options
 from kvq_tools.cli.options import values
@@ -97,7 +98,7 @@ def test_generate_prints_the_same_text_streamed_or_not_and_a_footer_that_agrees_
 def test_generate_warns_on_stderr_past_the_trained_positions_and_keeps_stdout_json(
     model, run, monkeypatch
 ):
-    monkeypatch.setattr(one_generation, "load_llama", stop_before_weights)
+    monkeypatch.setattr(checkpoint, "load_weights", stop_before_weights)
     code, out, err = run("generate", model, "--prompt", PROMPT, "--max-new-tokens", 300, "--json")
     assert (code, json.loads(out)["error"]) == (2, "weights were read"), "an error is JSON too"
     assert "kvq: warning:" in err

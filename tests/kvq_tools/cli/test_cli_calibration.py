@@ -3,7 +3,6 @@ with it is one line."""
 
 from __future__ import annotations
 
-import importlib
 import shutil
 
 import pytest
@@ -21,6 +20,7 @@ from kvq_models import (
     save_llama,
 )
 from kvq_models.calibration import fit
+from kvq_models.llama import checkpoint
 from kvq_tools.cli import main
 from laboratory.embedded_model.tokenizer import save_tokenizer, train_tokenizer
 from tests.kvq_models.checkpoints import random_llama, tiny_config
@@ -79,12 +79,11 @@ def waterfill_file(model, tmp_path_factory):
     return path
 
 
-def no_weights(monkeypatch, *modules):
+def no_weights(monkeypatch):
     def stop(*_, **__):
         raise ValueError("weights were read")
 
-    for module in modules:
-        monkeypatch.setattr(importlib.import_module(f"kvq_tools.cli.{module}"), "load_llama", stop)
+    monkeypatch.setattr(checkpoint, "load_weights", stop)
 
 
 # --- calibrate
@@ -183,7 +182,7 @@ def test_generate_with_a_calibration_gives_the_librarys_tokens(model, file, run_
 def test_a_cache_without_its_calibration_or_with_another_is_one_line_before_weights_are_read(
     model, file, run, monkeypatch
 ):
-    no_weights(monkeypatch, "one_generation")
+    no_weights(monkeypatch)
     command = ("generate", model, "--prompt", "a", "--cache")
     for more, message in (
         ((SPEC,), f"kvq calibrate MODEL --text FILE --cache '{kvq.parse(SPEC)}'"),
@@ -247,7 +246,7 @@ def test_a_cache_that_leaves_open_what_its_calibration_decides_is_told_so(
     used = str(load_calibration(out, load_llama(model)[0], spec).spec)
     assert "k_widths=" in used
     assert f"--cache '{used}'" in printed
-    no_weights(monkeypatch, "one_generation")
+    no_weights(monkeypatch)
     for cache, warned in ((spec, True), (used, False)):
         code, _, err = run(
             "generate",
