@@ -174,8 +174,8 @@ class LlamaConfig:
         model does not compute.
         """
         family = family_of(hf)
-        refuse_unsupported(hf, family)
         window, windowed = sliding_window(hf, family)
+        refuse_unsupported(hf, family)
         rope, local_rope = rope_from_hf(hf, family)
         heads = required(hf, "num_attention_heads", int)
         hidden = required(hf, "hidden_size", int)

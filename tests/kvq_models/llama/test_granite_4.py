@@ -45,6 +45,10 @@ def test_the_shared_mlp_is_the_only_one():
     ("fields", "message"),
     [
         ({"layer_types": ["mamba", "attention"]}, "layer_types has layers of linear attention"),
+        (
+            {"layer_types": ["mamba", "attention"], "num_local_experts": 8},
+            "layer_types has layers of linear attention",
+        ),
         ({"layer_types": None}, "layer_types has layers of linear attention"),
         ({"num_local_experts": 8}, "num_local_experts=8 is not supported"),
     ],
