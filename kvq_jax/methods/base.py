@@ -56,6 +56,12 @@ def at_layer(value: int | PerLayer, layer: int) -> int:
     return value.at(layer) if isinstance(value, PerLayer) else value
 
 
+def head_dim_at(dims: ModelDims, layer: int) -> int:
+    """Return the head dim of one layer, which `CacheDims.layer_heads` may set."""
+    heads = getattr(dims, "layer_heads", ())
+    return heads[layer].head_dim if heads else dims.head_dim
+
+
 def option(
     default: Any, help: str, *, choices: tuple[Any, ...] = (), per_layer: bool = False
 ) -> Any:

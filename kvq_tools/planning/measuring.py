@@ -31,6 +31,7 @@ from kvq_jax.cache.spec import CacheSpec
 from kvq_jax.codecs.codec import Side
 from kvq_jax.methods.waterfill import Waterfill
 from kvq_jax.methods.waterfill.widths import written
+from kvq_jax.types.array_types import ModelDims
 from kvq_models.calibration import fit
 from kvq_models.calibration.file import Calibration, resolved, save_calibration
 from kvq_models.calibration.fingerprint import load_calibration
@@ -89,10 +90,11 @@ class PlanRequest(NamedTuple):
     def prompt(self) -> int:
         return self.window - SCORED
 
-    def check(self, config: LlamaConfig) -> None:
+    def check(self, config: ModelDims) -> None:
         """Raise ValueError, in one line, if the text or the sizes do not allow the measurements."""
-        plan = kvq.cache.layout(METHOD, config, 1, self.window).plans[0].regions
-        least = plan.sink + plan.recent + plan.block
+        plans = kvq.cache.layout(METHOD, config, 1, self.window).plans
+        regions = [plan.regions for plan in plans]
+        least = max(one.sink + one.recent + one.block for one in regions)
         if self.prompt < least:
             raise ValueError(
                 f"windows of {self.window} tokens leave nothing to quantize: give at least"

@@ -101,7 +101,8 @@ class Sensitivity:
             )
             hidden = self.hidden[layer][:, start:stop]
             inputs = attention_inputs(measured, hidden, step.positions, step.valid, self.rope)
-            attention, step = through_layer(step, inputs)
+            # attention inside a prompt is exact: only what the cache keeps of it counts
+            attention, step = through_layer(step, inputs, attend=start > 0)
             # other layers are not read: they have no tokens
             cache = finish(dataclasses.replace(step, layer=len(llama.layers)))
             if start:

@@ -141,6 +141,20 @@ CASES = {
         },
     ),
     "granite_biases": CheckpointCase("granite", {"attention_bias": True, "mlp_bias": True}),
+    "granite_4": CheckpointCase(
+        "granitemoehybrid",
+        {
+            "layer_types": ["attention", "attention"],
+            "shared_intermediate_size": 80,
+            "num_local_experts": 0,
+            "position_embedding_type": "rope",
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.1,
+            "logits_scaling": 2.5,
+            "tie_word_embeddings": True,
+        },
+    ),
     "smollm3": CheckpointCase("smollm3", {"no_rope_layers": [0, 1], "pad_token_id": 3}),
     "olmo2": CheckpointCase("olmo2"),
     "olmo2_gqa4": CheckpointCase(

@@ -37,7 +37,7 @@ from kvq_models.llama.sharding import embedded, shard_llama
 from kvq_tools.cli.memory_mesh import collectives as collectives_of_a_step
 from kvq_tools.cli.memory_mesh import share
 from tests.compile_options import QUICK_FLAGS
-from tests.kvq_models.checkpoints import random_llama
+from tests.kvq_models.checkpoints import random_llama, tiny_config
 from tests.multi_device.placed_runs import collectives, differing, standing
 from tests.multi_device.tiny_model import (
     CAPACITY,
@@ -250,3 +250,24 @@ def test_two_processes_write_the_text_of_one_and_end_together(tmp_path: pathlib.
         for leaf in jax.tree.leaves(prepare(model(), "xquant").cache_parameters)
     ]
     assert found["prepared"] == pytest.approx(prepared, rel=1e-4)
+
+
+def test_experts_are_split_within_each_and_give_the_logits_of_one_device():
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 8, "num_key_value_heads": 2}
+    experts = {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None}
+    llama = random_llama(tiny_config("mixtral", head_dim=16, **sizes, **experts))
+    placement = parse("heads=2")
+    placed = shard_llama(llama, placement)
+    kernel = weights(placed)["layers.0.mlp.gate"].leaf
+    assert kernel.addressable_shards[0].data.nbytes == kernel.nbytes // 2
+    step = jax.jit(decode_step)
+
+    def logits(llama: Llama, placement: kvq.Placement | None) -> np.ndarray:
+        """Return the logits after a prompt, whose tokens are sorted by expert, and after a step,
+        whose tokens take their experts' weights."""
+        cache = kvq.init_cache(SPEC, llama.config, 2, CAPACITY, "float32", placement=placement)
+        first, cache = prefill(llama, cache, TOKENS)
+        return np.stack([first, step(llama, cache, np.array([5, 9]))[0]])
+
+    expected, found = logits(llama, None), logits(placed, placement)
+    assert np.abs(found - expected).max() < 1e-4 < np.abs(found[:, ::-1] - expected).max()

@@ -11,7 +11,15 @@ import numpy as np
 from kvq_jax.arrays.reverse_water_filling import expected_error, layer_widths
 from kvq_jax.arrays.run_array import RunFormat
 from kvq_jax.codecs.codec import Codec, Side
-from kvq_jax.methods.base import Method, PerLayer, Windows, at_layer, option, per_layer
+from kvq_jax.methods.base import (
+    Method,
+    PerLayer,
+    Windows,
+    at_layer,
+    head_dim_at,
+    option,
+    per_layer,
+)
 from kvq_jax.methods.waterfill.codec import EigenKeyCodec, KeyCodec, ValueCodec
 from kvq_jax.methods.waterfill.widths import (
     chunk_energies,
@@ -64,24 +72,29 @@ class Waterfill(Method):
         self, calibrated: Mapping[Side, Sequence[Mapping[str, np.ndarray]]], dims: ModelDims
     ) -> Method:
         """Return the method with widths for each layer. Each side of each layer shares out the same
-        number of bits by its own energies, or with an eigenbasis of keys, each layer does."""
+        number of bits of an element by its own energies, or with an eigenbasis of keys, each layer
+        does."""
         if self.k_widths or self.v_widths:
             return self
-        count = template_chunks(dims.head_dim)
-        budgets = [sum(template(self.bits, dims.head_dim)[side == "v"]) for side in calibrated]
         layers = list(zip(*calibrated.values(), strict=True))
         # Layers without parameters stay in full precision, whatever their widths.
         known = [layer for layer, sides in enumerate(layers) if all(sides)]
-        chunks = [
-            [chunk_energies(parameters["energies"], count) for parameters in layers[layer]]
-            for layer in known
-        ]
-        if self.key_basis == "eigen":  # energies of both sides are of one channel each
-            chunks, budgets = [[np.concatenate(sides)] for sides in chunks], [sum(budgets)]
-        chosen = (
-            parted(sum(sides, ()), count) for sides in layer_widths(chunks, budgets, PROFILES)
-        )
-        fitted = dict(zip(known, chosen, strict=True))
+        head_dims = {layer: head_dim_at(dims, layer) for layer in known}
+        sizes, fitted = dict.fromkeys(head_dims.values()), dict[int, list[tuple[int, ...]]]()
+        profiles = max(1, PROFILES // max(1, len(sizes)))
+        for head_dim in sizes:
+            alike = [layer for layer in known if head_dims[layer] == head_dim]
+            count = template_chunks(head_dim)
+            budgets = [sum(template(self.bits, head_dim)[side == "v"]) for side in calibrated]
+            chunks = [
+                [chunk_energies(parameters["energies"], count) for parameters in layers[layer]]
+                for layer in alike
+            ]
+            if self.key_basis == "eigen":  # energies of both sides are of one channel each
+                chunks, budgets = [[np.concatenate(sides)] for sides in chunks], [sum(budgets)]
+            chosen = layer_widths(chunks, budgets, profiles)
+            for layer, widths in zip(alike, chosen, strict=True):
+                fitted[layer] = parted(sum(widths, ()), count)
         filled = [fitted.get(layer, fitted[known[0]]) for layer in range(len(layers))]
         sides = zip(calibrated, zip(*filled, strict=True), strict=True)
         return dataclasses.replace(
@@ -103,17 +116,18 @@ class Waterfill(Method):
                 if parameters:
                     widths = self.widths(side, layer, dims)
                     energies = chunk_energies(parameters["energies"], len(widths))
-                    channels = dims.head_dim // parameters["energies"].shape[-1]  # of an energy
+                    pairs = side == "k" and self.key_basis == "pairs"
+                    channels = 2 if pairs else 1  # of an energy
                     total += channels * expected_error(energies, widths) / 2
         return total
 
     def widths(self, side: Side, layer: int, dims: ModelDims) -> tuple[int, ...]:
         """Return the widths of the chunks of one side of one layer: its own, or the template's."""
-        name = f"{side}_widths"
+        name, head_dim = f"{side}_widths", head_dim_at(dims, layer)
         number = at_layer(getattr(self, name), layer)
         if number:
-            return read(name, number, dims.head_dim)
-        return template(self.bits, dims.head_dim)[side == "v"]
+            return read(name, number, head_dim)
+        return template(self.bits, head_dim)[side == "v"]
 
     def codec(self, side: Side, layer: int, dims: ModelDims, block: int, dtype: str) -> Codec:
         format = RunFormat(dims.head_dim, block, self.widths(side, layer, dims))

@@ -26,7 +26,8 @@ from kvq_jax.types.rope import rotate
 from kvq_models.llama.model import HiddenBTD, Layer, Llama, causal_attention
 from kvq_models.llama.rope import Ropes, ropes_for
 
-LOSS_CHUNK = 256  # tokens whose logits exist at a time
+LOSS_CHUNK = 256  # tokens whose logits exist at a time, at most
+LOSS_LOGITS = 1 << 25  # logits that exist at a time, at most; a gradient takes 16 bytes for each
 
 RowsTKH = Shaped[np.ndarray, "T K H"]
 
@@ -119,7 +120,8 @@ def gradient_of_the_loss(
 ) -> tuple[float, HiddenBTD]:
     """Return the summed loss of the predicted tokens in nats, and its gradient with respect to the
     last layer's output."""
-    chunks = [slice(at, at + LOSS_CHUNK) for at in range(0, labels_BT.shape[1], LOSS_CHUNK)]
+    size = max(1, min(LOSS_CHUNK, LOSS_LOGITS // llama.config.vocab_size))
+    chunks = [slice(at, at + size) for at in range(0, labels_BT.shape[1], size)]
     losses, cotangents = zip(
         *(_loss(llama, hidden_BTD[:, chunk], labels_BT[:, chunk]) for chunk in chunks), strict=True
     )

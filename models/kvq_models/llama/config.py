@@ -174,8 +174,8 @@ class LlamaConfig:
         model does not compute.
         """
         family = family_of(hf)
-        refuse_unsupported(hf, family)
         window, windowed = sliding_window(hf, family)
+        refuse_unsupported(hf, family)
         rope, local_rope = rope_from_hf(hf, family)
         heads = required(hf, "num_attention_heads", int)
         hidden = required(hf, "hidden_size", int)
@@ -184,7 +184,7 @@ class LlamaConfig:
             model_type=hf["model_type"],
             vocab_size=required(hf, "vocab_size", int),
             hidden_size=hidden,
-            intermediate_size=required(hf, "intermediate_size", int),
+            intermediate_size=required(hf, family.mlp_width, int),
             num_hidden_layers=required(hf, "num_hidden_layers", int),
             num_attention_heads=heads,
             num_key_value_heads=_key_value_heads(hf, heads),
@@ -278,6 +278,13 @@ class LlamaConfig:
         if "partial_rotary_factor" in family:
             values["partial_rotary_factor"] = self.rope.partial_rotary_factor
             values["original_max_position_embeddings"] = self.rope.original_max_position_embeddings
+        if self.model_type == "granitemoehybrid":
+            values |= {
+                "shared_intermediate_size": self.intermediate_size,
+                "num_local_experts": 0,
+                "layer_types": ["attention"] * self.num_hidden_layers,
+                "position_embedding_type": None if self.unrotated_layers else "rope",
+            }
         return values
 
     def _window_to_hf(self) -> dict[str, Any]:

@@ -41,6 +41,7 @@ class Family(NamedTuple):
     full_layer_step: int | None = None  # if config.json has no layer_types; None: no windows
     rope_theta: float = 1e4  # if config.json has none
     local_rope_theta: float | None = None  # None: windowed layers have the model's RoPE
+    mlp_width: str = "intermediate_size"  # config.json's field of the MLP's width
     fields: tuple[str, ...] = ()  # of config.json that other families must not have
 
 
@@ -61,6 +62,12 @@ FAMILIES = {
     ),
     "mixtral": Family("MixtralForCausalLM", False, False, False, fields=COUNTS),
     "granite": Family("GraniteForCausalLM", fields=MULTIPLIERS),
+    "granitemoehybrid": Family(
+        "GraniteMoeHybridForCausalLM",
+        mlp_bias=False,
+        mlp_width="shared_intermediate_size",
+        fields=MULTIPLIERS,
+    ),
     "smollm3": Family("SmolLM3ForCausalLM", fields=("no_rope_layers", "no_rope_layer_interval")),
     "olmo2": Family(
         "Olmo2ForCausalLM",
@@ -125,24 +132,23 @@ FAMILIES = {
 }
 
 # Families that people ask for, with the parts that are missing here.
-_LINEAR = "layers of linear attention, which keep a state in place of keys and values"
-_LLAMA4 = "attention in chunks with scaled queries, and experts beside an MLP"
-_GEMMA4 = (
+LINEAR = "layers of linear attention, which keep a state in place of keys and values"
+LLAMA4 = "attention in chunks with scaled queries, and experts beside an MLP"
+GEMMA4 = (
     "norms of values, an embedding for each layer, layers that share keys and values, and heads of"
     " two sizes"
 )
 REFUSED = {
-    "llama4": _LLAMA4,
-    "llama4_text": _LLAMA4,
-    "qwen3_next": _LINEAR,
-    "qwen3_5": _LINEAR,
-    "qwen3_5_text": _LINEAR,
-    "qwen3_5_moe": _LINEAR,
-    "qwen3_5_moe_text": _LINEAR,
+    "llama4": LLAMA4,
+    "llama4_text": LLAMA4,
+    "qwen3_next": LINEAR,
+    "qwen3_5": LINEAR,
+    "qwen3_5_text": LINEAR,
+    "qwen3_5_moe": LINEAR,
+    "qwen3_5_moe_text": LINEAR,
     "gemma3": "images; the text models alone (gemma3_text) and GGUF files of gemma3 are read",
-    "gemma4": _GEMMA4,
-    "gemma4_text": _GEMMA4,
-    "granitemoehybrid": _LINEAR,
+    "gemma4": GEMMA4,
+    "gemma4_text": GEMMA4,
 }
 
 

@@ -2,6 +2,7 @@
 them under names of their own.
 
     Phi-3      qkv_proj = [q_proj; k_proj; v_proj], gate_up_proj = [gate_proj; up_proj]
+    Granite 4  shared_mlp.input_linear = [gate_proj; up_proj], output_linear = down_proj
     gpt-oss    columns of gate_up_proj are gate and up in turns; all experts are one tensor
 
 Heads that rotate in part (Phi-4-mini) store the R rotated channels first. RoPE pairs are
@@ -69,6 +70,7 @@ def _of_layer(config: LlamaConfig, layer: str) -> Iterator[Slice]:
     attention, mlp = f"{layer}self_attn.", f"{layer}mlp."
     width_q = config.num_attention_heads * config.head_dim
     width_kv = config.num_key_value_heads * config.head_dim
+    inner = config.intermediate_size
     if config.model_type == "phi3":
         at = 0
         for name, width in (("q", width_q), ("k", width_kv), ("v", width_kv)):
@@ -76,9 +78,14 @@ def _of_layer(config: LlamaConfig, layer: str) -> Iterator[Slice]:
             order = None if name == "v" else _order(config, width // config.head_dim)
             yield Slice(stored, f"{attention}{name}_proj.weight", 0, part, order)
             at += width
-        inner, stored = config.intermediate_size, f"{mlp}gate_up_proj.weight"
+        stored = f"{mlp}gate_up_proj.weight"
         yield Slice(stored, f"{mlp}gate_proj.weight", 0, slice(inner))
         yield Slice(stored, f"{mlp}up_proj.weight", 0, slice(inner, 2 * inner))
+    if config.model_type == "granitemoehybrid":
+        stored, output = (f"{layer}shared_mlp.{end}put_linear.weight" for end in ("in", "out"))
+        yield Slice(stored, f"{mlp}gate_proj.weight", 0, slice(inner))
+        yield Slice(stored, f"{mlp}up_proj.weight", 0, slice(inner, 2 * inner))
+        yield Slice(output, f"{mlp}down_proj.weight", 0, slice(None))
     if config.model_type == "gpt_oss":
         for end in ("", "_bias"):
             stored = f"{mlp}experts.gate_up_proj{end}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvq_models.llama.experts_config import ExpertsConfig
+from kvq_models.llama.families import GEMMA4, LINEAR, LLAMA4
 from kvq_models.llama.gguf_fields import Fields, number, whole
 
 # The model_type of each architecture. Files of Mistral and Mixtral say llama.
@@ -20,6 +21,15 @@ MODEL_TYPES = {
     "gemma3": "gemma3_text",
     "phi3": "phi3",
     "gpt-oss": "gpt_oss",
+}
+# Architectures that people ask for, with the parts that are missing here.
+REFUSED = {
+    "llama4": LLAMA4,
+    "gemma4": GEMMA4,
+    "qwen3next": LINEAR,
+    "qwen35": LINEAR,
+    "qwen35moe": LINEAR,
+    "granitehybrid": LINEAR,
 }
 _UNROTATED_STEP = 4  # of smollm3's layers; llama.cpp reads it from no field
 

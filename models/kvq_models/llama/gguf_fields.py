@@ -66,6 +66,16 @@ HARMLESS = frozenset(
         "attention.layer_norm_epsilon",
     }
 )
+# Granite 4's dense models are converted as hybrids, of which they have no other layers.
+_OF_HYBRIDS = {
+    "expert_shared_feed_forward_length",
+    "ssm.conv_kernel",
+    "ssm.group_count",
+    "ssm.inner_size",
+    "ssm.state_size",
+    "ssm.time_step_rank",
+}
+HARMLESS_BY = {"granite": frozenset(_OF_HYBRIDS)}
 
 # These change nothing at these values.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -106,12 +116,14 @@ NEUTRAL_BY: dict[str, dict[str, tuple[Any, ...]]] = {
 def check_all_known(fields: Fields, architecture: str, head_dim: int) -> None:
     """Raise NotImplementedError, by name, for a field of the architecture that may change the
     computation and is not computed."""
+    known = READ | HARMLESS
+    known |= READ_BY.get(architecture, frozenset()) | HARMLESS_BY.get(architecture, frozenset())
     for field in fields:
         if not field.startswith(f"{architecture}."):
             continue
         name = field.removeprefix(f"{architecture}.")
         neutral = NEUTRAL_BY.get(architecture, {}).get(name)
-        if neutral is None and name in READ | READ_BY.get(architecture, frozenset()) | HARMLESS:
+        if neutral is None and name in known:
             continue
         value, neutral = fields[field], neutral or NEUTRAL.get(name)
         if name == "attention.scale":
@@ -133,6 +145,16 @@ def text(fields: Fields, key: str, default: str | None = None) -> str:
 
 def whole(fields: Fields, key: str, default: int | None = None) -> int:
     return _value(fields, key, int, default)
+
+
+def of_all_layers(fields: Fields, key: str, default: int) -> int:
+    """Return a number that the file states once or for every layer. Raise NotImplementedError if
+    layers differ."""
+    if not isinstance(stated := fields.get(key), list):
+        return whole(fields, key, default)
+    if not stated or any(one != stated[0] for one in stated):
+        raise NotImplementedError(f"GGUF field {key} differs by layer; supported: one for all")
+    return whole({key: stated[0]}, key)
 
 
 def number(fields: Fields, key: str, default: float | None = None) -> float:

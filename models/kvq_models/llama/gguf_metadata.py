@@ -14,8 +14,8 @@ import numpy as np
 from kvq_models.llama import generation_defaults
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.end_tokens import end_tokens
-from kvq_models.llama.gguf_families import MODEL_TYPES, family_fields, windows
-from kvq_models.llama.gguf_fields import check_all_known, number, text, token, whole
+from kvq_models.llama.gguf_families import MODEL_TYPES, REFUSED, family_fields, windows
+from kvq_models.llama.gguf_fields import check_all_known, number, of_all_layers, text, token, whole
 from kvq_models.llama.gguf_header import GgufFields
 from kvq_models.llama.gguf_rope import ROPE_FACTORS, llama3_rope, ropes_of
 from kvq_models.llama.layer_kinds import checked_layers
@@ -34,8 +34,9 @@ def config_of(
     """
     architecture = text(fields, "general.architecture")
     if architecture not in MODEL_TYPES:
+        reason = f" ({REFUSED[architecture]})" if architecture in REFUSED else ""
         raise NotImplementedError(
-            f"GGUF architecture {architecture!r} is not supported; supported:"
+            f"GGUF architecture {architecture!r} is not supported{reason}; supported:"
             f" {', '.join(MODEL_TYPES)}"
         )
     heads, hidden = (
@@ -68,7 +69,7 @@ def config_of(
         intermediate_size=whole(fields, f"{architecture}.feed_forward_length"),
         num_hidden_layers=blocks,
         num_attention_heads=heads,
-        num_key_value_heads=whole(fields, f"{architecture}.attention.head_count_kv", heads),
+        num_key_value_heads=of_all_layers(fields, f"{architecture}.attention.head_count_kv", heads),
         head_dim=head_dim,
         max_position_embeddings=context,
         sliding_window=window,

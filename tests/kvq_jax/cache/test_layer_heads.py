@@ -13,6 +13,7 @@ import transformers
 import kvq_jax as kvq
 from kvq_jax.cache.dims import LayerHeads
 from kvq_jax.layer.attention import Attention
+from tests.kvq_jax.layer_runs import layer_weights
 
 HEADS = (LayerHeads(2, 32), LayerHeads(1, 128))
 ALIKE = kvq.CacheDims(2, 4, 2, 32, 128)
@@ -114,3 +115,57 @@ def test_other_fields_that_differ_by_layer_are_refused_by_name():
     with pytest.raises(NotImplementedError, match="sliding_window differs by layer") as caught:
         kvq.init_cache("kivi:bits=4", config, 1, 64)
     assert "\n" not in str(caught.value)
+
+
+CALIBRATED = ("waterfill:bits=3", "kvquant:bits=3,outliers=0.05", "xquant:bits=4", "oscar_spectral")
+
+
+@pytest.mark.parametrize("spec", CALIBRATED)
+def test_parameters_of_a_layer_are_those_of_a_model_of_its_own(spec: str):
+    made = []
+    for layer, (kv_heads, head_dim) in enumerate(HEADS):
+        learned = {side: np.asarray(rows(layer, 24)[side]) for side in "kv"}
+        weights = layer_weights(kv_heads, head_dim)
+        per_model = []
+        for dims in (OWN, OWN.at(layer)):
+            dims = dataclasses.replace(dims, hidden_size=weights.k_kernel.shape[0])
+            fitted = kvq.parameters.calibrate(spec, dims, layer, learned, learned)
+            per_model.append(
+                kvq.parameters.prepare(spec, dims, layer, weights=weights, calibrated=fitted)
+            )
+        jax.tree.map(np.testing.assert_array_equal, *per_model)
+        made.append(per_model[0])
+    shapes = [jax.tree.map(np.shape, layer) for layer in made]
+    assert shapes[0] != shapes[1]
+
+
+def test_fitted_widths_spend_the_bits_of_each_head_dim():
+    sizes = (32, 128, 32, 128)
+    dims = dataclasses.replace(
+        OWN, num_hidden_layers=4, layer_heads=tuple(LayerHeads(2, size) for size in sizes)
+    )
+    energies = {
+        side: [
+            {"energies": np.exp(-np.arange(size // (2 if side == "k" else 1)) / (5 + layer))[None]}
+            for layer, size in enumerate(sizes)
+        ]
+        for side in "kv"
+    }
+    method = kvq.parse("waterfill:bits=2.5").k
+    fitted = method.fitted(energies, dims)
+    for layer, size in enumerate(sizes):
+        alone = {side: [layers[layer]] for side, layers in energies.items()}
+        own = method.fitted(alone, dataclasses.replace(dims.at(layer), num_hidden_layers=1))
+        for side in "kv":
+            assert fitted.widths(side, layer, dims) == own.widths(side, 0, dims.at(layer))
+        both = sum(sum(fitted.widths(side, layer, dims)) for side in "kv")
+        chunks = len(fitted.widths("k", layer, dims))
+        assert 2.4 < both / (2 * chunks) + 8 / size <= 2.5 + 1e-6, layer
+    spec = dataclasses.replace(kvq.parse("waterfill"), k=fitted, v=fitted)
+    assert kvq.cache.layout(spec, dims, 1, 512).plans[1].k.format.channels == 128
+
+
+def test_rows_of_another_layer_are_refused_with_the_shape_of_this_one():
+    other = {side: rows(0, 24)[side] for side in "kv"}
+    with pytest.raises(ValueError, match=r"rows\[.k.\] must be \[B, 1, T, 128\]"):
+        kvq.parameters.calibrate(CALIBRATED[0], OWN, 1, other, other)

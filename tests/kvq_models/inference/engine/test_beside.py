@@ -12,6 +12,7 @@ import pytest
 
 from kvq_models import Llama, forward
 from kvq_models.inference.engine import programs
+from kvq_models.inference.engine.compiling import Compiler, Kind
 from kvq_models.inference.engine.requests import Ended, PromptRead, Request, Token
 from tests.kvq_models.checkpoints import random_llama, tiny_config
 from tests.kvq_models.inference.engine.test_engine import VOCABULARY, answer, drained, engine_of
@@ -117,3 +118,31 @@ def test_an_engine_begins_again_after_a_failure(llama: Llama, monkeypatch: pytes
     engine.reset()
     assert engine.idle
     assert answer(engine, request) == expected
+
+
+def test_the_programs_of_the_first_request_are_compiled_before_others(
+    llama: Llama, monkeypatch: pytest.MonkeyPatch
+):
+    begun, started, released = list[Kind](), threading.Event(), threading.Event()
+
+    def run(self: Compiler, row: object, width: int, scores: bool) -> object:
+        begun.append((width, scores))
+        started.set()
+        assert released.wait(30)
+        return row
+
+    monkeypatch.setattr(Compiler, "_run", run)
+    monkeypatch.setattr(Compiler, "_empty", lambda self: object())
+    engine = engine_of(llama, SPEC, widths=(4, 8, 12, 16))
+    compiler = Compiler(llama, engine._row_layout, None)
+    engine._compiler = compiler
+    compiler.start([(4, False), (8, False), (12, False), (16, False)])
+    assert started.wait(30)
+    engine.submit(Request((5,) * 16, 1))  # of one chunk of 16
+    engine.submit(Request((5,) * 12, 1))
+    assert engine.advance() == []
+    released.set()
+    while compiler.busy:
+        compiler.wait(30)
+    assert begun[0] == (4, False), "it began before the requests came"
+    assert begun[1:] == [(16, False), (8, False), (12, False)]
