@@ -14,6 +14,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.decode_attention.lower_limits import LowerLimits
 from pallas_kernels.decode_attention.schedule import Pieces
 from pallas_kernels.decode_attention.tuning import OTHER_SHARED_BYTES, SHARED_BYTES, Tuning
 from pallas_kernels.launch import Launch
@@ -54,8 +55,8 @@ def unsupported(k: Reader, v: Reader, group: int, capacity: int) -> str | None:
             return f"{name}: {type(reader).__name__}, not uniform groups"
         if reader.layout.bits not in SUPPORTED_BITS or reader.layout.channels not in HEAD_DIMS:
             return f"{name}: {reader.layout.bits} bits at head dim {reader.layout.channels}"
-        if reader.axis == "tokens" and reader.group != SPAN:
-            return f"{name}: groups of {reader.group} tokens, not of {SPAN}"
+        if reader.axis == "tokens" and STRIPE % reader.group:
+            return f"{name}: groups of {reader.group} tokens, which do not divide {STRIPE}"
         if reader.scale_dtype != "float16":
             return f"{name}: scales in {reader.scale_dtype}, not in float16"
         most = 16 if reader.layout.channels < 256 else 8
@@ -73,6 +74,8 @@ def pieces(
     limits: Int[Array, " B"],
     *,
     capacity: int,
+    lower: LowerLimits | None,
+    soft_cap: float | None,
     tuning: Tuning | None,
     launch: Launch,
 ) -> Pieces | None:
@@ -92,6 +95,8 @@ def pieces(
         values,
         limits,
         capacity=capacity,
+        lower=lower,
+        soft_cap=soft_cap,
         tuning=tuning or tuning_for(k, v, columns, capacity, capability),
         bulk=launch.interpret or float(capability) >= BULK,
         interpret=attention.interpreted() if launch.interpret else None,

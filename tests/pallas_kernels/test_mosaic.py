@@ -35,6 +35,8 @@ INTERPRETED = Launch(interpret=True, route="mosaic")
 # The capacity is no multiple of the tile, so the last tile moves back, and some warps of it have no
 # live token.
 LENGTHS = Lengths(160, (0, 31, 160))
+WIDE = {"kivi2_h64_g4_size64": Lengths(192, (0, 95, 192))}  # whole groups of tokens
+WIDE |= {"kivi4_h64_g4_size128": Lengths(256, (0, 95, 250))}
 TUNING = Tuning(128, stages=2, cores=5, resident=1)  # fewer programs than rows and heads
 
 SCHEMES = ("sym", "hybrid", "asym")
@@ -53,6 +55,7 @@ GRID = (
     innerq(8, "asym", 128, 16),
     kivi(4, 128, 16),
     kivi(2, 64, 9),
+    *(kivi(bits, 64, 4, size) for bits, size in ((2, 64), (4, 128))),
 )
 # Words that one, two and four tokens share, in one and two plane sets; 8 and 16 query columns.
 USUAL = ("innerq2_hybrid_h64_g4", "kivi2_h64_g9_size32")
@@ -63,8 +66,10 @@ def usual_of(cases: tuple[KernelCase, ...]) -> list[KernelCase]:
 
 
 def each(cases: tuple[KernelCase, ...]) -> pytest.MarkDecorator:
+    lengths = [WIDE.get(case.id, LENGTHS) for case in cases]
     cases = tuple(
-        dataclasses.replace(case, short=LENGTHS, long=LENGTHS, tuning=TUNING) for case in cases
+        dataclasses.replace(case, short=of_case, long=of_case, tuning=TUNING)
+        for case, of_case in zip(cases, lengths, strict=True)
     )
     return pytest.mark.parametrize("case", some(cases, usual_of(cases)), ids=lambda case: case.id)
 
@@ -139,9 +144,11 @@ def readers_of(bits: int, head_dim: int) -> list[GroupedReader]:
 
 def test_bodies_that_mosaic_does_not_read_are_named():
     k, v = readers_of(4, 64)
-    assert route.unsupported(k, v, 16, 128) is None
+    for shared in (1, 2, 4):  # spans share scales
+        wide = dataclasses.replace(k, group=shared * SPAN)
+        assert route.unsupported(wide, v, 16, 128) is None
     refused = {
-        "groups of 64 tokens": (dataclasses.replace(k, group=2 * SPAN), v, 4, 128),
+        "groups of 256 tokens": (dataclasses.replace(k, group=8 * SPAN), v, 4, 128),
         "float16": (k, dataclasses.replace(v, scale_dtype="bfloat16"), 4, 128),
         "17 query heads": (k, v, 17, 128),
         "fewer than one tile": (k, v, 4, 96),
