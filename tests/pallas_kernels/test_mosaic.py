@@ -113,27 +113,31 @@ def test_a_kernel_lowers_for_cuda_without_triton(case: KernelCase):
     assert "mosaic_gpu" not in lowered_attention(case, Launch()), "both routes would pass"
 
 
+@pytest.mark.parametrize("lower", [(), (0, 0, 127, 128, 600, 0)], ids=["", "lower"])
 @pytest.mark.parametrize("programs", [5, 64])
-def test_programs_walk_the_runs_of_the_schedule(programs: int):
-    limits = jnp.asarray([0, 1, 128, 129, 2000, 0], jnp.int32)
-    schedule = Schedule(programs, 128, len(limits), 3)
-    walk, tiles = Walk(schedule, limits), 3 * (1 + 1 + 2 + 16)
+def test_programs_walk_the_runs_of_the_schedule(programs: int, lower: tuple[int, ...]):
+    limits = [0, 1, 128, 129, 2000, 0]
+    schedule = Schedule(programs, 128, len(limits), 3, lower=bool(lower))
+    places = jnp.asarray([*limits, *lower], jnp.int32)
+    walk, tiles = Walk(schedule, places), 3 * (1 + 1 + (1 if lower else 2) + (12 if lower else 16))
 
     @jax.jit
     def of_both(program: jax.Array, at: jax.Array) -> tuple[Any, Any]:
-        begin, end = schedule.share(limits, program)
+        begin, end = schedule.share(places, program)
         shares = (begin, end), walk.share(program)
         inside = (begin <= at) & (at < end)
-        runs = schedule.run(limits, at, end), walk.run(at, end)
+        runs = schedule.run(places, at, end), walk.run(at, end)
         return tuple(zip(shares, runs, strict=True)), inside
 
     numbers = jnp.arange(programs), jnp.arange(tiles)
     (wanted, walked), inside = jax.vmap(jax.vmap(of_both, (None, 0)), (0, None))(*numbers)
     assert (np.sum(inside, axis=0) == 1).all(), "every tile has one program"
     for name, want, have in zip(("share", "run"), wanted, walked, strict=True):
-        for one, other in zip(want, have, strict=True):
+        for one, other in zip(*map(jax.tree.leaves, (want, have)), strict=True):
             np.testing.assert_array_equal(one[inside], other[inside], err_msg=name)
-    assert len(set(np.asarray(wanted[1].row)[inside].tolist())) == 4, "all live rows have runs"
+    first, row = (np.asarray(numbers)[inside] for numbers in (wanted[1].first, wanted[1].row))
+    assert len(set(row.tolist())) == 4, "all live rows have runs"
+    assert first[row == 4].min() == (600 // 128 if lower else 0), "dead tiles are skipped"
 
 
 def readers_of(bits: int, head_dim: int) -> list[GroupedReader]:
