@@ -50,12 +50,15 @@ from pallas_kernels.tiles.layout import SPAN
 
 
 class BodyArguments(NamedTuple):
-    """The arguments of `decode_attention` for one layer's body."""
+    """The arguments of `decode_attention` for one layer's body: queries, keys, values and limits,
+    and what the layer's attention asks for."""
 
-    q: Float[Array, "B K R H"]
-    keys: tuple[Reader, Sequence[Array]]
-    values: tuple[Reader, Sequence[Array]]
-    limits: Int[Array, " B"]
+    arrays: tuple[
+        Float[Array, "B K R H"],
+        tuple[Reader, Sequence[Array]],
+        tuple[Reader, Sequence[Array]],
+        Int[Array, " B"],
+    ]
     options: dict[str, Any]
 
 
@@ -85,8 +88,7 @@ def attend(
     view = BodyView(plan, params, after.stats, body, inputs.rope)
     arguments = _body_arguments(view, rows, inputs.positions, limits)
     if _one_kernel_merges(plan, arguments, inputs):
-        *arrays, options = arguments
-        of_body = attention_in_pieces(*arrays, **options, launch=launch)
+        of_body = attention_in_pieces(*arguments.arrays, **arguments.options, launch=launch)
         positions, capacity, dtype = inputs.positions, plan.regions.capacity, inputs.q_rot.dtype
         if after.floor is not None:
             lost = streaming.below_floor(plan, positions, after.floor)
@@ -110,14 +112,14 @@ def attend(
 
 def _one_kernel_merges(plan: LayerPlan, arguments: BodyArguments, inputs: LayerInputs) -> bool:
     """Return True if one kernel merges all parts and writes the output."""
-    (values, _), capacity = arguments.values, plan.regions.held_capacity
+    query, (keys, _), (values, _), _ = arguments.arrays
     return (
         plan.regions.axis is None
         and plan.v.kernels.sum is None
         and inputs.sinks is None
         and not plan.lse
         and not values.sums_codes
-        and heads_at_once(arguments.q, arguments.keys[0], values, capacity) == plan.heads
+        and heads_at_once(query, keys, values, plan.regions.held_capacity) == plan.heads
     )
 
 
@@ -197,8 +199,7 @@ def _add_body(
 
 
 def _body_part(launch: Launch, view: BodyView, arguments: BodyArguments) -> PartialAttention:
-    *arrays, options = arguments
-    part = decode_attention(*arrays, **options, launch=launch)
+    part = decode_attention(*arguments.arrays, **arguments.options, launch=launch)
     return part._replace(o=view.plan.v.kernels.summed(view.stats[-1], part.o))
 
 
@@ -208,8 +209,7 @@ def _body_arguments(
     positions: PositionsBT,
     limits: PositionsBT,
 ) -> BodyArguments:
-    """Return the queries, the readers of keys and values with their arrays, the limits, and what
-    the layer's attention asks for, as kernels take them."""
+    """Return the arguments of the kernels that read a layer's body."""
     plan, rope, regions = view.plan, view.rope, view.plan.regions
     rows = _scaled(plan, rows)
     if plan.k.facts.form == "before_rope":
@@ -234,7 +234,7 @@ def _body_arguments(
         "lower": lower,
         "soft_cap": plan.attention.soft_cap,
     }
-    return BodyArguments(query, keys, values, regions.held(limits[:, 0]), options)
+    return BodyArguments((query, keys, values, regions.held(limits[:, 0])), options)
 
 
 def reader_and_arrays(
