@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.decode_attention.kernel import decode_attention
+from pallas_kernels.decode_attention.lower_limits import LowerLimits
 from pallas_kernels.launch import KernelRoute, Launch
 from pallas_kernels.quantize.kernel import quantize_rows
 from pallas_kernels.readers.base import Reader
@@ -34,6 +35,8 @@ from pallas_kernels.tiles.layout import PlaneLayout
 
 HEADS, TOKENS = 2, 384  # three of the longest tiles, and whole groups of any size
 LIMITS = (1, 130, 300, TOKENS)
+# with a window: one segment of a ring of RING tokens, two of them, and a limit where a round begins
+RING, WINDOWED_LIMITS, LOWER = 320, (1, 130, 450, 960), (0, 70, 200, 645)
 TOLERANCE = (
     # Relative error of an output row: both ways round to fp16, and have errors of 0.5e-3 to 1.9e-3
     # (docs/kernels.md).
@@ -45,13 +48,25 @@ INTERPRETED = Launch(interpret=True)
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """The readers of keys and values, the number of query heads per KV head, and the route whose
-    kernel reads them."""
+    """The readers of keys and values, the number of query heads per KV head, the route whose kernel
+    reads them, whether a ring is read from a lower limit on, and the soft cap of scores."""
 
     keys: Reader
     values: Reader
     group: int
     route: KernelRoute = "triton"
+    windowed: bool = False
+    soft_cap: float | None = None
+
+    @property
+    def limits(self) -> tuple[int, ...]:
+        return WINDOWED_LIMITS if self.windowed else LIMITS
+
+    @property
+    def lower(self) -> LowerLimits | None:
+        if not self.windowed:
+            return None
+        return LowerLimits(jnp.asarray(LOWER, jnp.int32), RING)
 
 
 def difference(
@@ -106,11 +121,14 @@ def _outputs(format: Format, launch: Launch, device: Any) -> dict[str, np.ndarra
                 (format.values, values),
                 limits,
                 capacity=TOKENS,
+                lower=format.lower,
+                soft_cap=format.soft_cap,
                 launch=launch,
             )
             return part.o / part.l
 
-        outputs = {"attention": np.asarray(attend(q, keys, values, jnp.asarray(LIMITS, jnp.int32)))}
+        limits = jnp.asarray(format.limits, jnp.int32)
+        outputs = {"attention": np.asarray(attend(q, keys, values, limits))}
         if format.route == "mosaic":  # Triton quantizes
             return outputs
         for side, reader in (("keys", format.keys), ("values", format.values)):

@@ -28,6 +28,7 @@ from benchmarks.markdown import table
 from benchmarks.report_file import arguments
 from kvq_jax.arrays.grouped_array import GroupedAxis, GroupFormat, Scheme
 from pallas_kernels.decode_attention.kernel import decode_attention
+from pallas_kernels.decode_attention.lower_limits import LowerLimits
 from pallas_kernels.decode_attention.tuning import tuning_for
 from pallas_kernels.launch import KernelRoute, Launch
 from pallas_kernels.mosaic import route as mosaic
@@ -42,6 +43,8 @@ class Attention:
     bits: of a code, its sign included.
     multiply_adds: of the tensor cores for each element: the query columns, and the products that
         sum queries and weights.
+    window: rows have a lower limit, in a ring.
+    soft_cap: of scores.
     cap_instructions, cap_alu: limits for each element, on every GPU.
     """
 
@@ -54,6 +57,8 @@ class Attention:
     multiply_adds: float
     channels: int = 128
     queries: int = GROUP
+    window: bool = False
+    soft_cap: float | None = None
     cap_spill_bytes: int = 0
 
     def case(self, route: KernelRoute, target: Target) -> Case:
@@ -73,19 +78,24 @@ class Attention:
         )
 
         def build() -> tuple[Callable[..., Any], tuple[Any, ...]]:
-            def attend(q: jax.Array, keys: Any, values: Any, limits: jax.Array) -> Any:
+            def attend(
+                q: jax.Array, keys: Any, values: Any, limits: jax.Array, lower: jax.Array
+            ) -> Any:
                 return decode_attention(
                     q,
                     (k_reader, keys),
                     (v_reader, values),
                     limits,
                     capacity=TOKENS,
+                    lower=LowerLimits(lower, TOKENS) if self.window else None,
+                    soft_cap=self.soft_cap,
                     tuning=tuning,
                     launch=launch,
                 )
 
             q = jax.ShapeDtypeStruct((BATCH, KV_HEADS, self.queries, self.channels), jnp.float32)
-            return attend, (q, k_stored, v_stored, jax.ShapeDtypeStruct((BATCH,), jnp.int32))
+            rows = jax.ShapeDtypeStruct((BATCH,), jnp.int32)
+            return attend, (q, k_stored, v_stored, rows, rows)
 
         watched = route == "mosaic"
         unlimited = float("inf")
@@ -128,7 +138,9 @@ def _attention(
 
 def _name(name: str, fields: dict[str, Any]) -> str:
     queries = f", {fields['queries']} query heads" if "queries" in fields else ""
-    return f"{name}, H {fields.get('channels', 128)}{queries}"
+    window = ", window" if "window" in fields else ""
+    cap = ", soft cap" if "soft_cap" in fields else ""
+    return f"{name}, H {fields.get('channels', 128)}{queries}{window}{cap}"
 
 
 ATTENTIONS = (
@@ -143,6 +155,10 @@ ATTENTIONS = (
     _kivi(4, 2.9, 1.0, 12, channels=64),
     _kivi(4, 2.4, 0.9, 12, channels=256, cap_spill_bytes=128),
     _kivi(4, 3.6, 1.05, 24, queries=16),
+    _innerq(3, "hybrid", 3.2, 1.5, 10.5, window=True, cap_spill_bytes=128),
+    _kivi(2, 2.4, 0.85, 12, window=True, cap_spill_bytes=128),
+    _kivi(4, 2.6, 1.05, 12, window=True, cap_spill_bytes=128),
+    _kivi(4, 3.0, 1.05, 12, window=True, soft_cap=50.0, cap_spill_bytes=128),
 )
 
 
@@ -151,12 +167,16 @@ COMPARED = ("cache", "GPU", "budget", "Mosaic GPU", "registers", "Triton, assemb
 
 def compared(rows: Iterable[KernelReport], others: Iterable[KernelReport]) -> list[tuple[str, ...]]:
     """Return lines under COMPARED: instructions for each element of Mosaic GPU's kernels, and of
-    Triton's in assembly if they are among the others."""
-    of_triton = {(row.name, row.target): row for row in others}
+    Triton's in assembly if they are among the rows or the others."""
+    rows = list(rows)
+    of_triton = {(row.name.removesuffix(", asm"), row.target): row for row in others}
+    of_triton |= {(row.name.removesuffix(", triton"), row.target): row for row in rows}
     lines = []
     for row in rows:
         name = row.name.removesuffix(", mosaic")
-        other = of_triton.get((f"{name}, asm", row.target))
+        if name == row.name:
+            continue
+        other = of_triton.get((name, row.target))
         lines.append(
             (
                 named_by_spec(name),

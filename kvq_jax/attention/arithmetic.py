@@ -110,8 +110,14 @@ def described(plans: Sequence[LayerPlan], query_heads: int) -> str:
 
 def format_of(plan: LayerPlan, query_heads: int, route: KernelRoute = "triton") -> Format:
     """Return the self-test's format of a layer that kernels can serve."""
+    attention = plan.attention
     return _self_test().Format(
-        plan.k.kernels.reader(), plan.v.kernels.reader(), query_heads // plan.heads, route
+        plan.k.kernels.reader(),
+        plan.v.kernels.reader(),
+        query_heads // plan.heads,
+        route,
+        attention.window is not None,
+        attention.soft_cap,
     )
 
 

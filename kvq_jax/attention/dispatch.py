@@ -35,7 +35,6 @@ from kvq_jax.attention import arithmetic, native, prompt, streaming
 from kvq_jax.codecs.codec import Codec, TokensAt
 from kvq_jax.codecs.kernel_readers import Reader
 from kvq_jax.codecs.kernels import KernelJob
-from kvq_jax.layer.attention import PLAIN
 from kvq_jax.layer.plan import LayerPlan, LayerState, Sides
 from kvq_jax.types.array_types import LayerInputs, LengthsB, PositionsBT, QueryBNTH, RowsBKTH, Tree
 from pallas_kernels.launch import LAUNCH, Launch
@@ -75,8 +74,6 @@ def unsupported(
 ) -> str | None:
     """Return, in one line, why none of these kernels can serve this layer's decode steps, or None
     if one can. The device is not considered."""
-    if kernels == "pallas" and plan.attention != PLAIN:
-        return f"attention with {plan.attention}; kernels compute softmax(q K^T / sqrt(H)) V"
     if plan.lse:
         return "kernels return no log-sum-exp"
     if kernels == "native":
@@ -122,6 +119,11 @@ def _unsupported_fused(plan: LayerPlan, query_heads: int, tokens: int) -> str | 
         if isinstance(reader, str):
             return f"{name}: {reader}"
         readers.append(reader)
+        if plan.attention.window is not None and not reader.reads_windows:
+            return (
+                f"{name}: outliers or runs of channels in a layer with a window; kernels read"
+                " neither there"
+            )
         specs = jax.tree.leaves(codec.body(1, plan.heads, plan.regions.held_capacity))
         together = (axis.per for spec in specs for axis in spec.axes if axis.name == "kv_heads")
         shared = next((heads for heads in together if heads not in (1, plan.heads)), None)

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,8 @@ from jaxtyping import Array, Float, Int
 from kvq_jax.arrays.grouped_array import GroupedArray
 from kvq_jax.arrays.stored import load_body
 from kvq_jax.attention import online_softmax, streaming
+from kvq_jax.attention.body_view import BodyView, turned_back
+from kvq_jax.attention.logits import first_inside
 from kvq_jax.codecs.codec import Codec, required_rope
 from kvq_jax.codecs.kernel_writers import KernelWriter
 from kvq_jax.codecs.kernels import KernelJob
@@ -31,6 +33,7 @@ from pallas_kernels.decode_attention.kernel import (
     decode_attention,
     heads_at_once,
 )
+from pallas_kernels.decode_attention.lower_limits import LowerLimits
 from pallas_kernels.decode_attention.merge import finished, merged
 from pallas_kernels.decode_attention.partial_attention import PartialAttention, Splits
 from pallas_kernels.decode_attention.windows import DTYPES, WindowQueries
@@ -45,12 +48,18 @@ from pallas_kernels.readers.grouped import GroupedReader
 from pallas_kernels.readers.rotary import RotatedReader
 from pallas_kernels.tiles.layout import SPAN
 
-BodyArguments: TypeAlias = tuple[
-    Float[Array, "B K R H"],
-    tuple[Reader, Sequence[Array]],
-    tuple[Reader, Sequence[Array]],
-    Int[Array, " B"],
-]
+
+class BodyArguments(NamedTuple):
+    """The arguments of `decode_attention` for one layer's body: queries, keys, values and limits,
+    and what the layer's attention asks for."""
+
+    arrays: tuple[
+        Float[Array, "B K R H"],
+        tuple[Reader, Sequence[Array]],
+        tuple[Reader, Sequence[Array]],
+        Int[Array, " B"],
+    ]
+    options: dict[str, Any]
 
 
 def attend(
@@ -70,41 +79,48 @@ def attend(
         the body lacks, or no kernel reads them.
     """
     if windows is None and not _leave_at_once(plan):
-        out = streaming.attend(
-            plan,
-            params,
-            after,
-            body,
-            inputs,
-            limits,
-            functools.partial(_add_body, launch),
-            appended=True,
-        )
-        return streaming.without_lost(plan, inputs.positions, out)
-    positions, group = inputs.positions[:, 0], inputs.q_rot.shape[1] // plan.heads
+        add_body = functools.partial(_add_body, launch)
+        out = streaming.attend(plan, params, after, body, inputs, limits, add_body, appended=True)
+        return streaming.without_lost(plan, inputs.positions, out, after.floor)
+    group = inputs.q_rot.shape[1] // plan.heads
     rows = _by_kv_head(plan, inputs.q_rot)
     of_windows = [] if windows is None else [windows]
-    arguments = _body_arguments(plan, params, after.stats, body, inputs.rope, rows, limits)
-    query, (keys, _), (values, _), _ = arguments
-    body_capacity = plan.regions.held_capacity
-    one_kernel_merges = (
-        plan.v.kernels.sum is None
-        and not values.sums_codes
-        and heads_at_once(query, keys, values, body_capacity) == plan.heads
-    )
-    if plan.regions.axis is None and one_kernel_merges:
-        of_body = attention_in_pieces(*arguments, capacity=body_capacity, launch=launch)
-        capacity, dtype = plan.regions.capacity, inputs.q_rot.dtype
+    view = BodyView(plan, params, after.stats, body, inputs.rope)
+    arguments = _body_arguments(view, rows, inputs.positions, limits)
+    if _one_kernel_merges(plan, arguments, inputs):
+        of_body = attention_in_pieces(*arguments.arrays, **arguments.options, launch=launch)
+        positions, capacity, dtype = inputs.positions, plan.regions.capacity, inputs.q_rot.dtype
+        if after.floor is not None:
+            lost = streaming.below_floor(plan, positions, after.floor)
+            positions = jnp.where(lost, capacity, positions)
         return finished(
-            [*of_windows, *of_body], group, positions, capacity=capacity, dtype=dtype, launch=launch
+            [*of_windows, *of_body],
+            group,
+            positions[:, 0],
+            capacity=capacity,
+            dtype=dtype,
+            launch=launch,
         ).reshape(inputs.q_rot.shape)
-    part = _body_part(launch, plan, after.stats, arguments)
+    part = _body_part(launch, view, arguments)
     if plan.regions.axis is not None:
         part = online_softmax.across(part, plan.regions.axis)
     if of_windows:
         part = online_softmax.merge(merged(of_windows, group, launch=launch), part)
-    out = online_softmax.finish(part).astype(inputs.q_rot.dtype).reshape(inputs.q_rot.shape)
-    return streaming.without_lost(plan, inputs.positions, out)
+    out = streaming.finished(plan, part, inputs.q_rot, inputs.sinks)
+    return streaming.without_lost(plan, inputs.positions, out, after.floor)
+
+
+def _one_kernel_merges(plan: LayerPlan, arguments: BodyArguments, inputs: LayerInputs) -> bool:
+    """Return True if one kernel merges all parts and writes the output."""
+    query, (keys, _), (values, _), _ = arguments.arrays
+    return (
+        plan.regions.axis is None
+        and plan.v.kernels.sum is None
+        and inputs.sinks is None
+        and not plan.lse
+        and not values.sums_codes
+        and heads_at_once(query, keys, values, plan.regions.held_capacity) == plan.heads
+    )
 
 
 def leaves_at_once(plan: LayerPlan, codec: Codec) -> bool:
@@ -149,7 +165,15 @@ def _queries(
         q, rope = _one_factor(q, required_rope(inputs.rope))
         rotation = rope.inverse_frequencies, rope.attention_factor
     tokens = positions + inputs.valid[:, 0].astype(positions.dtype)
-    return WindowQueries(_by_kv_head(plan, q), tokens, limits[:, 0], rotation)
+    attention, rows = plan.attention, _scaled(plan, _by_kv_head(plan, q))
+    special = attention.window, attention.soft_cap
+    return WindowQueries(rows, tokens, limits[:, 0], rotation, *special)
+
+
+def _scaled(plan: LayerPlan, rows: Float[Array, "B K R H"]) -> Float[Array, "B K R H"]:
+    """Return queries whose products with keys kernels scale by H ** -0.5 to the layer's scores."""
+    scale, usual = plan.attention.scale, plan.head_dim**0.5
+    return rows if scale is None else rows.astype(jnp.float32) * (scale * usual)
 
 
 def _one_factor(q: Float[Array, "... H"], rope: Rope) -> tuple[Float[Array, "... H"], Rope]:
@@ -169,38 +193,48 @@ def _add_body(
 ) -> PartialAttention:
     """Return `part` with the body added, as `streaming.read_chunks` does, by the decode-attention
     kernel."""
-    arguments = _body_arguments(
-        view.plan, view.params, view.stats, view.body, view.rope, rows, queries.limits
-    )
-    return online_softmax.merge(part, _body_part(launch, view.plan, view.stats, arguments))
+    body = BodyView(view.plan, view.params, view.stats, view.body, view.rope)
+    arguments = _body_arguments(body, rows, queries.positions, queries.limits)
+    return online_softmax.merge(part, _body_part(launch, body, arguments))
 
 
-def _body_part(
-    launch: Launch, plan: LayerPlan, stats: Sides, arguments: BodyArguments
-) -> PartialAttention:
-    part = decode_attention(*arguments, capacity=plan.regions.held_capacity, launch=launch)
-    return part._replace(o=plan.v.kernels.summed(stats[-1], part.o))
+def _body_part(launch: Launch, view: BodyView, arguments: BodyArguments) -> PartialAttention:
+    part = decode_attention(*arguments.arrays, **arguments.options, launch=launch)
+    return part._replace(o=view.plan.v.kernels.summed(view.stats[-1], part.o))
 
 
 def _body_arguments(
-    plan: LayerPlan,
-    params: Tree,
-    stats: Sides,
-    body: Sides,
-    rope: Rope | None,
+    view: BodyView,
     rows: Float[Array, "B K R H"],
+    positions: PositionsBT,
     limits: PositionsBT,
 ) -> BodyArguments:
-    """Return the queries, the readers of keys and values with their arrays, and the limits, as
-    kernels take them."""
+    """Return the arguments of the kernels that read a layer's body."""
+    plan, rope, regions = view.plan, view.rope, view.plan.regions
+    rows = _scaled(plan, rows)
     if plan.k.facts.form == "before_rope":
         rows, rope = _one_factor(rows, required_rope(rope))
     keys, values = (
-        reader_and_arrays(codec, side_params, arrays, rope, plan.regions)
-        for codec, side_params, arrays in zip(plan.codecs, params, body, strict=True)
+        reader_and_arrays(codec, side_params, arrays, rope, regions)
+        for codec, side_params, arrays in zip(plan.codecs, view.params, view.body, strict=True)
     )
-    query = plan.k.query(params[0], stats[0], rows)
-    return query, keys, values, plan.regions.held(limits[:, 0])
+    query = plan.k.query(view.params[0], view.stats[0], rows)
+    first, lower = first_inside(plan.attention, regions.sink, positions), None
+    if first is not None:
+        lower = LowerLimits(regions.held_before(first[:, 0]))
+    if lower is not None and regions.wraps:
+        tokens = regions.slots * regions.block
+        lower = lower._replace(ring=tokens)
+        if keys[0].turns:
+            begun = limits[:, 0] // tokens * tokens
+            query, before = turned_back(query, begun, tokens, required_rope(rope))
+            lower = lower._replace(q_before=before)
+    options = {
+        "capacity": regions.held_capacity,
+        "lower": lower,
+        "soft_cap": plan.attention.soft_cap,
+    }
+    return BodyArguments((query, keys, values, regions.held(limits[:, 0])), options)
 
 
 def reader_and_arrays(
@@ -257,7 +291,10 @@ def append_token(
     leaving = unwritten(regions, state.intact, total) > unwritten(regions, state.intact, start)
     if regions.axis is not None:
         leaving &= regions.holds(first)
-    places = Places(start, total > start, first, regions.held_index(first), leaving)
+    place = regions.held_index(first)
+    if regions.wraps:
+        place = regions.place(first // block) * block
+    places = Places(start, total > start, first, place, leaving)
     sides, specs = [], [codec.body(1, 1, block) for codec in plan.codecs]
     for side, codec in enumerate(plan.codecs):
         blocks, stored = None, load_body(specs[side], state.body[side])

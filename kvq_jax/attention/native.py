@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +19,12 @@ from cpu_kernels.attention import (
 )
 from cpu_kernels.body import Body
 from kvq_jax.attention import online_softmax, streaming
+from kvq_jax.attention.body_view import BodyView, turned_back
 from kvq_jax.attention.logits import first_inside, inside_window
 from kvq_jax.codecs.codec import Codec, required_rope
 from kvq_jax.layer.plan import LayerPlan, LayerState, Sides
 from kvq_jax.types.array_types import LayerInputs, LengthsB, PositionsBT, QueryBNTH, Tree
-from kvq_jax.types.rope import Rope, cosines_and_sines, rotate
+from kvq_jax.types.rope import Rope, cosines_and_sines
 from pallas_kernels.decode_attention.partial_attention import PartialAttention
 
 
@@ -91,16 +91,6 @@ def read_body(
     return online_softmax.merge(part, of_body)
 
 
-class BodyView(NamedTuple):
-    """The arrays of one layer's body."""
-
-    plan: LayerPlan
-    params: Tree
-    stats: Sides
-    body: Sides
-    rope: Rope | None
-
-
 def _of_body(
     view: BodyView,
     written: LengthsB,
@@ -120,7 +110,8 @@ def _of_body(
     if regions.wraps:
         ring = Ring(regions.slots * regions.block, written)
         if keys[0].rotated:
-            query, before = _turned_back(ring, query, required_rope(view.rope))
+            begun = written // ring.tokens * ring.tokens
+            query, before = turned_back(query, begun, ring.tokens, required_rope(view.rope))
             ring = ring._replace(q_before=before)
     lower = first_inside(attention, regions.sink, positions)
     m, l, o = decode_attention(
@@ -136,18 +127,6 @@ def _of_body(
         soft_cap=attention.soft_cap,
     )
     return PartialAttention(m, l, plan.v.kernels.summed(view.stats[-1], o))
-
-
-def _turned_back(
-    ring: Ring, query: Float[Array, "B K R H"], rope: Rope
-) -> tuple[Float[Array, "B K R H"], Float[Array, "B K R H"]]:
-    """Return the queries for keys before RoPE in the last round of a ring, and in the round before.
-    The kernel takes places for positions: q . R(round + place) k = R(-round) q . R(place) k."""
-    begin = ring.written[:, None] // ring.tokens * ring.tokens
-    plain = dataclasses.replace(rope, attention_factor=jnp.ones((), jnp.float32))
-    rows = query.astype(jnp.float32).reshape(len(query), -1, 1, query.shape[-1])
-    now, before = (rotate(rows, at, plain) for at in (-begin, ring.tokens - begin))
-    return now.reshape(query.shape), before.reshape(query.shape)
 
 
 def _body_and_arrays(codec: Codec, params: Tree, body: Tree) -> tuple[Body, list[Array]]:

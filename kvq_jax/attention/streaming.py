@@ -96,10 +96,17 @@ def without_lost(
 ) -> QueryBNTH:
     """Return attention with NaN for tokens past the capacity, and for those whose window reaches
     below `floor`, the first body token that is held after a trim."""
-    lost, window = positions >= plan.regions.capacity, plan.attention.window
-    if floor is not None and window is not None:
-        lost |= jnp.maximum(positions - window + 1, 0) < floor[:, None]
+    lost = positions >= plan.regions.capacity
+    if floor is not None:
+        lost |= below_floor(plan, positions, floor)
     return jnp.where(lost[:, None, :, None], jnp.nan, out)
+
+
+def below_floor(plan: LayerPlan, positions: PositionsBT, floor: LengthsB) -> Bool[Array, "B T"]:
+    """Return a mask of the queries whose window reaches below the first body token that is held."""
+    window = plan.attention.window
+    assert window is not None, "the body of a layer with a window has a floor"
+    return jnp.maximum(positions - window + 1, 0) < floor[:, None]
 
 
 def chunk_tokens(

@@ -3,6 +3,8 @@
     m, l, o of  softmax(q . K^T / sqrt(H)) V  over the first limits[b] tokens of each row b
                 (partial_attention.py)
 
+Scores may have a soft cap, c tanh(s / c), and rows a window, lower[b] <= t < limits[b].
+
 A program reads its share of all live tiles (schedule.py). It reads each tile for all query heads of
 a KV head, with online softmax in fp32. A second kernel merges the results of all programs
 (merge.py). Readers (readers/base.py) interpret the stored arrays.
@@ -25,20 +27,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.decode_attention.lower_limits import LowerLimits
 from pallas_kernels.decode_attention.merge import merged
-from pallas_kernels.decode_attention.partial_attention import NEG_INF, PartialAttention
+from pallas_kernels.decode_attention.partial_attention import PartialAttention
+from pallas_kernels.decode_attention.run import attend_run, store_piece
 from pallas_kernels.decode_attention.schedule import Pieces, Schedule, TileRun, Unit
 from pallas_kernels.decode_attention.tuning import Tuning, tuning_for
 from pallas_kernels.launch import LAUNCH, Launch
 from pallas_kernels.mosaic import route as mosaic
 from pallas_kernels.readers.base import Reader
-from pallas_kernels.readers.shared import LOG2E, real_columns
-from pallas_kernels.tiles.arithmetic import exp2
+from pallas_kernels.readers.shared import LOG2E
 from pallas_kernels.tiles.layout import SPAN
-from pallas_kernels.tiles.tile import Tile, change_slots
 from pallas_kernels.triton_call import triton_call, whole_array_but
 
 # The most bytes that the scores needed by outliers may take in one launch. If all heads need more,
@@ -54,6 +55,8 @@ def decode_attention(
     limits: Int[Array, " B"],
     *,
     capacity: int,
+    lower: LowerLimits | None = None,
+    soft_cap: float | None = None,
     tuning: Tuning | None = None,
     launch: Launch = LAUNCH,
 ) -> PartialAttention:
@@ -69,10 +72,14 @@ def decode_attention(
         values: a reader and the stored arrays.
         limits: the number of tokens that each row attends to.
         capacity: S, the number of tokens that the arrays have room for.
+        lower: the first tokens that rows see, and the ring that the arrays are. None: they see all
+            of the first limits[b] tokens, and token t lies at place t.
+        soft_cap: c above, in natural units. None for none.
         tuning: None chooses `tuning_for` these readers.
         launch: how the kernels are launched.
 
-    Raises ValueError if the tuning's tile does not fit the contract.
+    Raises ValueError if the tuning's tile does not fit the contract, or for lower limits with
+    readers that take none.
     """
     heads, group = q.shape[1:3]
     at_once = heads_at_once(q, keys[0], values[0], capacity)
@@ -83,7 +90,16 @@ def decode_attention(
             of_groups[-1] = of_groups[-1]._replace(o=o)
         of_heads = range(first, first + at_once)
         pieces = attention_in_pieces(
-            q, keys, values, limits, capacity=capacity, heads=of_heads, tuning=tuning, launch=launch
+            q,
+            keys,
+            values,
+            limits,
+            capacity=capacity,
+            lower=lower,
+            soft_cap=soft_cap,
+            heads=of_heads,
+            tuning=tuning,
+            launch=launch,
         )
         of_groups.append(
             values[0].values_of(merged(pieces, group, launch=launch), values[1], first)
@@ -115,6 +131,8 @@ def attention_in_pieces(
     limits: Int[Array, " B"],
     *,
     capacity: int,
+    lower: LowerLimits | None = None,
+    soft_cap: float | None = None,
     heads: range | None = None,
     tuning: Tuning | None = None,
     launch: Launch = LAUNCH,
@@ -126,30 +144,49 @@ def attention_in_pieces(
         heads: the KV heads that are attended to. None means all of them.
     """
     by_mosaic = mosaic.pieces(
-        q, keys, values, limits, capacity=capacity, tuning=tuning, launch=launch
+        q,
+        keys,
+        values,
+        limits,
+        capacity=capacity,
+        lower=lower,
+        soft_cap=soft_cap,
+        tuning=tuning,
+        launch=launch,
     )
     if by_mosaic is not None:
         return [by_mosaic]
     batch, all_heads, group, channels = q.shape
     heads = range(all_heads) if heads is None else heads
     columns, real = max(8, pl.next_power_of_2(group)), pl.next_power_of_2(group)
-    padded = _padded(q.astype(jnp.float32), columns)
     (k, k_stored), (v, v_stored) = keys, values
+    segments = 1
+    if lower is not None:
+        _check_window(k, v)
+        q, segments = lower.queries(q), lower.segments
+    padded = _padded(q.astype(jnp.float32), columns)
     tuning = tuning or tuning_for(k, v, columns, capacity, launch.asm)
     _check(capacity, tuning.tile, k, v)
     # Padding is scaled too: XLA prepares queries of one size in one launch.
     scaled = padded[:, heads.start : heads.stop] * (LOG2E * channels**-0.5)
-    more = k.more_scores(scaled, k_stored, limits, launch, real, first=heads.start)
+    more = None
+    if k.adds_scores:
+        more = k.more_scores(scaled, k_stored, limits, launch, real, first=heads.start)
     by_slots = real, capacity // SPAN, k.slots, SPAN // k.slots
     added = () if more is None else (more.reshape(batch, len(heads), *by_slots),)
     inputs = (k.query(padded, k_stored), k.arrays(k_stored), v.arrays(v_stored), added)
     counts = tuple(len(arrays) for arrays in inputs)
-    limits = limits.astype(jnp.int32)
+    limits = limits.astype(jnp.int32) if lower is None else lower.places(limits)
     # An array, so that one kernel serves all groups of heads.
     begin = [] if len(heads) == all_heads else [jnp.full((1,), heads.start, jnp.int32)]
     flat = [limits, *begin, *(array for arrays in inputs for array in arrays)]
     schedule = Schedule(
-        tuning.programs(batch * len(heads), capacity), tuning.tile, batch, len(heads)
+        tuning.programs(batch * len(heads), capacity),
+        tuning.tile,
+        batch * segments,
+        len(heads),
+        segments,
+        lower is not None,
     )
     shapes = [
         jax.ShapeDtypeStruct((schedule.pieces, *shape), jnp.float32)
@@ -166,6 +203,7 @@ def attention_in_pieces(
             schedule=schedule,
             all_heads=all_heads,
             capacity=capacity,
+            soft_cap=soft_cap,
             asm=launch.asm,
             columns=columns,
         ),
@@ -189,6 +227,12 @@ def attention_in_pieces(
             heads.start,
         )
     return pieces
+
+
+def _check_window(k: Reader, v: Reader) -> None:
+    for reader in (k, v):
+        if not reader.reads_windows:
+            raise ValueError(f"{type(reader).__name__} takes no lower limits")
 
 
 def _check(capacity: int, tile: int, k: Reader, v: Reader) -> None:
@@ -223,6 +267,7 @@ def _kernel(
     schedule: Schedule,
     all_heads: int,
     capacity: int,
+    soft_cap: float | None,
     asm: bool,
     columns: int,
 ) -> None:
@@ -246,139 +291,10 @@ def _kernel(
             of_unit[last - count : last] for last, count in zip(ends, counts[:3], strict=False)
         )
         added, kept = of_scores[: counts[3]], of_scores[counts[3] :]
-        carry = _attend_run(
-            run, query, keys, values, added, kept, readers, schedule.tile, capacity, asm, columns
+        inputs_of_run = query, keys, values, added, kept
+        carry = attend_run(
+            run, *inputs_of_run, readers, schedule.tile, capacity, soft_cap, asm, columns
         )
-        _store_piece(outputs[:3], place(), *carry)
+        store_piece(outputs[:3], place(), *carry)
 
     schedule.for_each_run(limits_ref, read)
-
-
-def _store_piece(
-    refs: Sequence[Any], place: Any, sums: Sequence[Array], largest: Array, total: Array
-) -> None:
-    m_ref, l_ref, o_ref = refs
-    heads, width = m_ref.shape[1], sums[0].shape[0]
-    for c, of_chunk in enumerate(sums):
-        o_ref[place, pl.ds(width * c, width), :] = real_columns(of_chunk, heads)
-    for first in range(len(sums) * width, o_ref.shape[1], width):  # channels that are not stored
-        o_ref[place, pl.ds(first, width), :] = jnp.zeros((width, heads), jnp.float32)
-    m_ref[place, :], l_ref[place, :] = (
-        real_columns(x[None], heads).reshape(heads) for x in (largest, total)
-    )
-
-
-def _attend_run(
-    run: TileRun,
-    query: Sequence[Unit],
-    keys: Sequence[Any],
-    values: Sequence[Any],
-    added: Sequence[Unit],
-    kept: Sequence[Unit],
-    readers: tuple[Reader, Reader],
-    size: int,
-    capacity: int,
-    asm: bool,
-    columns: int,
-) -> tuple[list[Array], Array, Array]:
-    """Return sums [W, R] for each chunk of channels, largest scores [R] and sums of weights [R] of
-    a run of tiles of `size` tokens.
-    """
-    k, v = readers
-    query, keys, values = k.opened(query), k.opened_arrays(keys, asm), v.opened_arrays(values, asm)
-    first, limit = run.first, run.limit
-    end = jnp.minimum(run.end * size, limit)
-    whole, tiles = end // size - first, run.end - first
-
-    def step(tile: Tile, carry: Any) -> Any:
-        sums, largest, total = carry
-        scores = k.scores(query, keys, tile, asm)
-        if added:
-            scores = [s + _more(added[0], tile, k.slots, a, columns) for a, s in enumerate(scores)]
-        for ref in kept:
-            for a, s in enumerate(scores):
-                _keep(ref, s, tile, k.slots, a)
-        if tile.masked:
-            scores = [
-                jnp.where(tile.counts(tile.slot_tokens(k.slots, a))[:, None], s, NEG_INF)
-                for a, s in enumerate(scores)
-            ]
-        new = jnp.maximum(
-            largest, jnp.max(functools.reduce(jnp.maximum, scores), axis=0) - v.weight_exponent
-        )
-        shrink = exp2(largest - new, asm)
-        weights = [exp2(s - new[None, :], asm) for s in scores]
-        total = total * shrink + jnp.sum(functools.reduce(jnp.add, weights), axis=0)
-        sums = [x * shrink[None, :] for x in sums]
-        weights = weights if k.parts > 1 else change_slots(weights, v.slots)
-        return v.weigh(weights, values, tile, sums, asm), new, total
-
-    def whole_tile(i: Array, carry: Any) -> Any:
-        return step(Tile(size, (first + i) * size, first + i), carry)
-
-    def last_tile(i: Array, carry: Any) -> Any:
-        start = (
-            (first + i) * size
-            # The last tile is moved back to stay inside the arrays, and masks the tokens that an
-            # earlier tile has read.
-        )
-        return step(Tile(size, jnp.minimum(start, capacity - size), None, start, end), carry)
-
-    def part_of_tile(i: Array, carry: Any) -> Any:
-        start = (first + lax.div(i, k.parts)) * size
-        return step(
-            Tile(
-                size,
-                jnp.minimum(start, capacity - size),
-                None,
-                start,
-                end,
-                lax.rem(i, k.parts),
-                k.parts,
-            ),
-            carry,
-        )
-
-    count, width = v.chunks
-    carry = (
-        [jnp.zeros((width, columns), jnp.float32)] * count,
-        jnp.full((columns,), NEG_INF, jnp.float32),
-        jnp.zeros((columns,), jnp.float32),
-    )
-    if k.parts > 1:  # one loop for all tiles: two loops take twice as long to compile
-        return lax.fori_loop(0, tiles * k.parts, part_of_tile, carry)
-    carry = lax.fori_loop(0, whole, whole_tile, carry)
-    return lax.fori_loop(whole, tiles, last_tile, carry)
-
-
-def _rows_of_slot(tile: Tile, slot: int) -> tuple[Any, ...]:
-    """Return the index of a slot's tokens in scores [R, S / SPAN, slots, SPAN / slots], for R query
-    heads padded to a power of two.
-    """
-    return slice(None), pl.ds(tile.offset(SPAN), tile.size // SPAN), pl.ds(slot, 1), slice(None)
-
-
-def _more(
-    ref: Any, tile: Tile, slots: int, slot: int, columns: int
-) -> Float[Array, "rows columns"]:
-    """Read the scores to be added for the tokens of a slot."""
-    heads, rows = ref.shape[0], tile.size // slots
-    added = jnp.swapaxes(ref[_rows_of_slot(tile, slot)].reshape(heads, rows), 0, 1)
-    return jnp.broadcast_to(added[:, None], (rows, columns // heads, heads)).reshape(rows, columns)
-
-
-def _keep(
-    ref: Any, scores: Float[Array, "rows columns"], tile: Tile, slots: int, slot: int
-) -> None:
-    """Store the scores of those tokens of a slot that count."""
-    rows, heads = scores.shape[0], ref.shape[0]
-    scores = real_columns(scores, heads)
-    shape = heads, rows * slots // SPAN, 1, SPAN // slots
-    counts = (
-        jnp.broadcast_to(tile.counts(tile.slot_tokens(slots, slot)).reshape(1, *shape[1:]), shape)
-        if tile.masked
-        else None
-    )
-    plt.store(
-        ref.at[_rows_of_slot(tile, slot)], jnp.swapaxes(scores, 0, 1).reshape(shape), mask=counts
-    )

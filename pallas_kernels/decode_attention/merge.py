@@ -78,7 +78,7 @@ def finished(
 def _sizes(part: Parts) -> tuple[int, int, int, int]:
     """Return B, K, R and H."""
     if isinstance(part, Pieces):
-        return part.schedule.batch, part.schedule.heads, part.m.shape[1], part.o.shape[1]
+        return part.schedule.rows, part.schedule.heads, part.m.shape[1], part.o.shape[1]
     batch, kv_heads, _, channels, heads = part.o.shape
     return batch, kv_heads, heads, channels
 
@@ -155,49 +155,70 @@ def _kernel(
     row_refs, left = refs[:rows], list(refs[rows:])
     channels, carry = pl.ds(pl.program_id(2) * width, width), None
     for size, schedule in zip(steps, schedules, strict=True):
-        if schedule is None:
-            m_ref, l_ref, o_ref, *left = left
-            first, last = 0, m_ref.shape[0]
-        else:
-            limits_ref, m_ref, l_ref, o_ref, *left = left
-            first, last = schedule.pieces_of(limits_ref, pl.program_id(0), pl.program_id(1))
-        heads = m_ref.shape[1]
+        limits_ref = None
+        if schedule is not None:
+            limits_ref, *left = left
+        m_ref, l_ref, o_ref, *left = left
+        places, heads = _places(schedule, limits_ref, m_ref.shape[0]), m_ref.shape[1]
         if carry is None:
             carry = (
                 jnp.zeros((width, heads), jnp.float32),
                 jnp.full((heads,), NEG_INF, jnp.float32),
                 jnp.zeros((heads,), jnp.float32),
             )
-
-        def step(
-            i: Array,
-            carry: Any,
-            size=size,
-            first=first,
-            last=last,
-            m_ref=m_ref,
-            l_ref=l_ref,
-            o_ref=o_ref,
-        ) -> Any:
-            sums, largest, total = carry
-            begin = first + i * size
-            # The last step moves back, and masks the pieces that an earlier step has merged.
-            start = jnp.minimum(begin, m_ref.shape[0] - size)
-            places = pl.ds(start, size)
-            place = start + lax.broadcasted_iota(jnp.int32, (size,), 0)
-            fresh = (place >= begin) & (place < last)  # places without a unit may hold anything
-            m = _loaded(m_ref.at[places, :], fresh, NEG_INF)
-            new = jnp.maximum(largest, jnp.max(m, axis=0))
-            shrink, share = exp2(largest - new, asm), exp2(m - new[None], asm)
-            sums = sums * shrink[None] + jnp.sum(
-                _loaded(o_ref.at[places, channels, :], fresh, 0.0) * share[:, None], axis=0
+        for first, last in places:
+            step = functools.partial(
+                _merge_step,
+                refs=(m_ref, l_ref, o_ref),
+                channels=channels,
+                size=size,
+                first=first,
+                last=last,
+                asm=asm,
             )
-            added = jnp.sum(_loaded(l_ref.at[places, :], fresh, 0.0) * share, axis=0)
-            return sums, new, total * shrink + added
-
-        carry = lax.fori_loop(0, pl.cdiv(last - first, size), step, carry)
+            carry = lax.fori_loop(0, pl.cdiv(last - first, size), step, carry)
     assert carry is not None
     store(*row_refs, *left, channels, *carry)
+
+
+def _places(schedule: Schedule | None, limits_ref: Any, count: int) -> list[tuple[Any, Any]]:
+    """Return (first, end) of the places of this program's pieces, for each segment of its row."""
+    if schedule is None:
+        return [(0, count)]
+    row, head = pl.program_id(0), pl.program_id(1)
+    numbers = [row]
+    if schedule.segments > 1:
+        numbers = [row * schedule.segments + i for i in range(schedule.segments)]
+    return [schedule.pieces_of(limits_ref, number, head) for number in numbers]
+
+
+def _merge_step(
+    i: Array,
+    carry: tuple[Array, Array, Array],
+    *,
+    refs: tuple[Any, Any, Any],
+    channels: Any,
+    size: int,
+    first: Any,
+    last: Any,
+    asm: bool,
+) -> tuple[Array, Array, Array]:
+    """Merge the i-th `size` of the pieces first .. last - 1."""
+    (m_ref, l_ref, o_ref), (sums, largest, total) = refs, carry
+    begin = first + i * size
+    # The last step moves back, and masks the pieces that an earlier step has merged.
+    start = jnp.minimum(begin, m_ref.shape[0] - size)
+    places = pl.ds(start, size)
+    place = start + lax.broadcasted_iota(jnp.int32, (size,), 0)
+    fresh = (place >= begin) & (place < last)  # places without a unit may hold anything
+    m = _loaded(m_ref.at[places, :], fresh, NEG_INF)
+    new = jnp.maximum(largest, jnp.max(m, axis=0))
+    shrink, share = exp2(largest - new, asm), exp2(m - new[None], asm)
+    sums = sums * shrink[None] + jnp.sum(
+        _loaded(o_ref.at[places, channels, :], fresh, 0.0) * share[:, None], axis=0
+    )
+    added = jnp.sum(_loaded(l_ref.at[places, :], fresh, 0.0) * share, axis=0)
+    return sums, new, total * shrink + added
 
 
 def _loaded(ref: Any, fresh: Bool[Array, " size"], other: float) -> Array:

@@ -11,6 +11,10 @@ follows from its live tokens, not from its capacity or its longest row. A progra
 of several units writes a piece for each: piece p + u. The pieces of one unit are adjacent, and
 their places follow from the lengths alone, so the kernel that merges them needs no table.
 
+A row with a window has a lower limit too, and its tiles begin with the one that holds the first
+token inside. A row whose body is a ring has two segments, which take the place of rows here
+(lower_limits.py).
+
 Pallas is imported by the functions that call it: the library knows this file's types, and importing
 Pallas takes a third of the time that importing JAX takes.
 """
@@ -32,7 +36,7 @@ LEAST = 2  # tiles per program: nothing is computed until its first one has arri
 
 class TileRun(NamedTuple):
     """Neighbouring tiles of one unit that a program reads: first <= tile < end, of a row's first
-    `limit` tokens.
+    `limit` tokens, without those before `lower` if it is given.
     """
 
     row: Int[Array, ""]
@@ -40,6 +44,18 @@ class TileRun(NamedTuple):
     first: Int[Array, ""]
     end: Int[Array, ""]
     limit: Int[Array, ""]
+    lower: Int[Array, ""] | None = None
+
+    def whole(self, size: int, end: Int[Array, ""]) -> tuple[Int[Array, ""] | int, Int[Array, ""]]:
+        """Return (skipped, whole): tiles of `size` tokens from first + skipped to first + whole
+        count as a whole, if those before `end` lie before the limit. At most one is skipped: the
+        tile that holds the lower limit.
+        """
+        whole = end - self.first
+        if self.lower is None:
+            return 0, whole
+        skipped = jnp.clip(self.lower - self.first * size, 0, 1)
+        return skipped, jnp.maximum(whole, skipped)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,14 +65,22 @@ class Schedule:
     Args:
         programs: of the launch, no more than run at a time.
         tile: tokens of a tile.
-        batch: rows.
+        batch: rows, or all segments of rows.
         heads: KV heads.
+        segments: of each row, neighbours in the batch.
+        lower: behind the limits [batch] come as many lower limits.
     """
 
     programs: int
     tile: int
     batch: int
     heads: int
+    segments: int = 1
+    lower: bool = False
+
+    @property
+    def rows(self) -> int:
+        return self.batch // self.segments
 
     @property
     def units(self) -> int:
@@ -90,7 +114,14 @@ class Schedule:
 
         row = lax.broadcasted_iota(jnp.int32, (pl.next_power_of_2(self.batch),), 0)
         limits = jnp.where(row < self.batch, limits_ref[jnp.minimum(row, self.batch - 1)], 0)
-        return row, limits, pl.cdiv(limits, self.tile)
+        tiles = pl.cdiv(limits, self.tile)
+        if self.lower:
+            tiles -= lax.div(self._lower(limits_ref, row), jnp.int32(self.tile))
+        return row, limits, tiles
+
+    def _lower(self, limits_ref: Any, row: Int[Array, " rows"]) -> Int[Array, " rows"]:
+        last = self.batch - 1
+        return jnp.where(row <= last, limits_ref[self.batch + jnp.minimum(row, last)], 0)
 
     def share(
         self, limits_ref: Any, program: Int[Array, ""]
@@ -110,7 +141,12 @@ class Schedule:
         place = at - jnp.max(jnp.where(before, ends, 0))
         head = lax.div(place, jnp.maximum(count, 1))
         first = place - head * count
-        return TileRun(here, head, first, jnp.minimum(count, first + end - at), limit)
+        stop = jnp.minimum(count, first + end - at)
+        if not self.lower:
+            return TileRun(here, head, first, stop, limit)
+        lower = jnp.sum(jnp.where(row == here, self._lower(limits_ref, row), 0))
+        skipped = lax.div(lower, jnp.int32(self.tile))
+        return TileRun(here, head, skipped + first, skipped + stop, limit, lower)
 
     def for_each_run(
         self, limits_ref: Any, read: Callable[[TileRun, Callable[[], Array]], None]
@@ -160,7 +196,7 @@ class Pieces:
     m: Float[Array, "P R"]
     l: Float[Array, "P R"]
     o: Float[Array, "P H R"]
-    limits: Int[Array, " B"]
+    limits: Int[Array, " L"]
     schedule: Schedule
 
 
@@ -168,8 +204,8 @@ class Pieces:
 class Unit:
     """An array [B, K, ...] in memory at one row and head, indexed by its other axes.
 
-    Either leading axis may be shorter if neighbours share an entry. This replaces a block of the
-    array for a row that is only known when the kernel runs.
+    Either leading axis may be shorter if neighbours share an entry, as segments of a row do. This
+    replaces a block of the array for a row that is only known when the kernel runs.
     """
 
     ref: Any

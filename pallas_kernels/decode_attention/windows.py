@@ -2,7 +2,7 @@
 newest ones in the ring.
 
     m, l, o of  softmax(q . K^T / sqrt(H)) V  over the tokens that no body holds, as one split
-                (partial_attention.py)
+                (partial_attention.py), perhaps with a soft cap of scores and a sliding window
 
 A ring of R slots after E sink tokens holds token p in slot (p - E) mod R. Of n tokens, limits[b]
 after the sink are read from the body, and the other tokens of the ring here. One program reads both
@@ -30,7 +30,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.angles import Units, at_positions, units_per_position
 from pallas_kernels.decode_attention.partial_attention import NEG_INF, WEIGHT_EXPONENT
-from pallas_kernels.readers.shared import LOG2E, add_up, dot, real_columns
+from pallas_kernels.readers.shared import LOG2E, add_up, dot, real_columns, soft_capped
 from pallas_kernels.tiles.arithmetic import exp2
 
 DTYPES = ("bfloat16", "float16")
@@ -54,12 +54,16 @@ class WindowQueries(NamedTuple):
         tokens: the tokens of each row, including the query's own.
         limits: the tokens of each row that are in the body.
         rotation: for keys cached before RoPE. None for keys after RoPE.
+        window: the tokens that a query sees, itself included, or None for all.
+        soft_cap: the bound c of scores, c tanh(s / c), or None.
     """
 
     q: Float[Array, "B K G H"]
     tokens: Int[Array, " B"]
     limits: Int[Array, " B"]
     rotation: Rotation | None = None
+    window: int | None = None
+    soft_cap: float | None = None
 
     @property
     def warps(self) -> int:
@@ -126,6 +130,8 @@ def attend(
     tokens: Array,
     limit: Array,
     parts: Sequence[Any],
+    window: int | None,
+    soft_cap: float | None,
     asm: bool,
 ) -> None:
     """Attend to the windows of a KV head, in a kernel.
@@ -138,6 +144,7 @@ def attend(
         tokens: the tokens of the row.
         limit: the tokens of the row that are in the body.
         parts: refs of m [R], l [R] and o [H, R], which are written.
+        window, soft_cap: see `WindowQueries`.
         asm: compute with inline assembly.
     """
     units, factor, halves = None, 1.0, 1
@@ -183,11 +190,16 @@ def attend(
             sums, largest, total = carry
             slot, rows, fresh = _slots(i, tile, count)
             token = token_of(slot)
-            counts = (token.counts & fresh)[:, None]
+            seen = token.counts & fresh
+            if window is not None:
+                seen &= token.position >= tokens - window
+            counts = seen[:, None]
             parts = [keys[rows, cut] for cut in cuts]
             if units is not None:
                 parts = _rotated(parts, *at_positions(token.position, units))
             scores = add_up(dot(k, q, (1, 1)) for k, q in zip(parts, queries, strict=True)) * scale
+            if soft_cap is not None:
+                scores = soft_capped(scores, soft_cap, asm)
             scores = jnp.where(counts, scores, NEG_INF)
             new = jnp.maximum(largest, jnp.max(scores, axis=0) - WEIGHT_EXPONENT)
             weights = jnp.where(counts, exp2(scores - new[None, :], asm), 0.0)

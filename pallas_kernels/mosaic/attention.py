@@ -24,6 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.decode_attention.lower_limits import LowerLimits
 from pallas_kernels.decode_attention.partial_attention import NEG_INF, WEIGHT_EXPONENT
 from pallas_kernels.decode_attention.schedule import Pieces, Schedule, TileRun
 from pallas_kernels.decode_attention.tuning import Tuning
@@ -38,7 +39,7 @@ from pallas_kernels.mosaic.matrices import Matrices, on_rows, on_warps, splat
 from pallas_kernels.mosaic.registers import OF_ALL_ROWS, OF_ALL_WARPS, SIDE, WARPS
 from pallas_kernels.mosaic.walk import Walk
 from pallas_kernels.readers.grouped import GroupedReader
-from pallas_kernels.readers.shared import query_planes
+from pallas_kernels.readers.shared import query_planes, soft_capped
 from pallas_kernels.tiles.layout import SPAN
 
 
@@ -56,6 +57,7 @@ class Block:
     tuning: Tuning
     columns: int
     spans: int  # of the capacity
+    soft_cap: float | None
     ops: Matrices
     arrays: tuple[Sequence[Any], Sequence[Any]]
     buffers: tuple[Sequence[Any], Sequence[Any]]
@@ -87,19 +89,19 @@ class Block:
         if self.barriers is not None:
             plgpu.commit_smem()
 
-    def wait(self, tile: Any, slot: Any, end: Any) -> None:
-        """Wait until a tile has arrived."""
+    def wait(self, visit: Any, slot: Any, end: Any) -> None:
+        """Wait until the tile of a visit has arrived."""
         if self.barriers is not None:
             plgpu.barrier_wait(self.barriers.at[slot])
             return
         # Copies arrive in the order of their issue. Near the end fewer are on their way.
         copies, stages = len(self.arrays[0]) + len(self.arrays[1]), self.tuning.stages
 
-        @pl.when(tile + stages <= end)
+        @pl.when(visit + stages <= end)
         def _() -> None:
             plgpu.wait_gmem_to_smem(copies * (stages - 1))
 
-        @pl.when(tile + stages > end)
+        @pl.when(visit + stages > end)
         def _() -> None:
             plgpu.wait_gmem_to_smem(0)
 
@@ -107,23 +109,34 @@ class Block:
         """Return each warp's largest scores, sums of weights by row, and sums of values by
         chunk."""
         stages, size = self.tuning.stages, self.tuning.tile
+        end = jnp.minimum(run.end, jnp.maximum(run.first, lax.div(run.limit, jnp.int32(size))))
+        skipped, whole = run.whole(size, end)
+
+        def tile_of(visit: Any) -> Any:
+            """Return the tile of a visit. Tiles that count as a whole come first."""
+            if run.lower is None:
+                return visit
+            place = visit - run.first + skipped
+            later = jnp.where(place < whole + skipped, 0, place - skipped)
+            return run.first + jnp.where(place < whole, place, later)
+
         self.release()
         for ahead in range(stages):
 
             @pl.when(run.first + ahead < run.end)
             def _(ahead: int = ahead) -> None:
-                self.fetch(run, run.first + ahead, ahead)
+                self.fetch(run, tile_of(run.first + ahead), ahead)
 
-        def step(tile: Any, carry: Any, masked: bool) -> Any:
-            slot = lax.rem(tile - run.first, stages)
-            self.wait(tile, slot, run.end)
+        def step(visit: Any, carry: Any, masked: bool) -> Any:
+            tile, slot = tile_of(visit), lax.rem(visit - run.first, stages)
+            self.wait(visit, slot, run.end)
             begin = tile * size if masked else None
-            carry = self._step(self._start(tile) * SPAN, begin, run.limit, slot, query, carry)
+            carry = self._step(self._start(tile) * SPAN, begin, run, slot, query, carry)
 
-            @pl.when(tile + stages < run.end)
+            @pl.when(visit + stages < run.end)
             def _() -> None:
                 self.release()
-                self.fetch(run, tile + stages, slot)
+                self.fetch(run, tile_of(visit + stages), slot)
 
             return carry
 
@@ -133,23 +146,28 @@ class Block:
             splat((WARPS, SIDE, self.columns), 0.0),
             *[splat((WARPS, layout.width, self.columns), 0.0)] * layout.chunks,
         )
-        whole = jnp.minimum(run.end, jnp.maximum(run.first, lax.div(run.limit, jnp.int32(size))))
-        carry = lax.fori_loop(run.first, whole, functools.partial(step, masked=False), carry)
-        return lax.fori_loop(whole, run.end, functools.partial(step, masked=True), carry)
+        masked_from = run.first + whole - skipped
+        carry = lax.fori_loop(run.first, masked_from, functools.partial(step, masked=False), carry)
+        return lax.fori_loop(masked_from, run.end, functools.partial(step, masked=True), carry)
 
-    def _step(self, start: Any, begin: Any, limit: Any, slot: Any, query: Any, carry: Any) -> Any:
-        """Read a tile. Only tokens from `begin` to `limit` count, or all if `begin` is None."""
+    def _step(self, start: Any, begin: Any, run: TileRun, slot: Any, query: Any, carry: Any) -> Any:
+        """Read a tile. Only tokens from `begin` on that the run has count, or all if `begin` is
+        None."""
         largest, total, *sums = carry
         keys, values = self.buffers
+        masked = begin is not None
         stripes = [
-            Stripe(slot, i, start + STRIPE * i, None if begin is None else limit)
+            Stripe(slot, i, start + STRIPE * i, *((run.lower, run.limit) if masked else ()))
             for i in range(self.tuning.tile // STRIPE)
         ]
         scores = [self.keys.scores(query, keys, stripe, self.ops) for stripe in stripes]
-        if begin is not None:
+        if self.soft_cap is not None:
+            scores = [soft_capped(s, self.soft_cap, False) for s in scores]
+        if masked:
+            begin = begin if run.lower is None else jnp.maximum(begin, run.lower)
             for i, stripe in enumerate(stripes):
                 token = stripe.start + token_numbers(scores[i].shape, 1)
-                scores[i] = jnp.where((token >= begin) & (token < limit), scores[i], NEG_INF)
+                scores[i] = jnp.where((token >= begin) & (token < run.limit), scores[i], NEG_INF)
         top = functools.reduce(jnp.maximum, scores)
         new = jnp.maximum(largest, jnp.max(top, axis=1) - WEIGHT_EXPONENT)
         shrink = jnp.exp2(largest - new)
@@ -196,6 +214,8 @@ def attention_in_pieces(
     limits: Int[Array, " B"],
     *,
     capacity: int,
+    lower: LowerLimits | None,
+    soft_cap: float | None,
     tuning: Tuning,
     bulk: bool,
     interpret: Any = None,
@@ -203,8 +223,8 @@ def attention_in_pieces(
     """Return the pieces of attention to the first limits[b] tokens (decode_attention/kernel.py).
 
     Args:
-        q, keys, values, limits, capacity: as `decode_attention` takes them. `route.unsupported`
-            says which of them this kernel does not serve.
+        q, keys, values, limits, capacity, lower, soft_cap: as `decode_attention` takes them.
+            `route.unsupported` says which of them this kernel does not serve.
         tuning: of `route.tuning_for`.
         bulk: copy tiles with the copy engine, which came with compute capability 9.0.
         interpret: Mosaic GPU's interpreter parameters, or None to compile.
@@ -212,10 +232,14 @@ def attention_in_pieces(
     batch, heads, group, channels = q.shape
     columns, real = (8 if group <= 8 else 16), pl.next_power_of_2(group)
     k, v = GroupedKeys(keys[0]), GroupedValues(values[0])
+    limits, segments = limits.astype(jnp.int32), 1
+    if lower is not None:
+        limits, segments = lower.places(limits), lower.segments
     padded = jnp.pad(q.astype(jnp.float32), ((0, 0), (0, 0), (0, columns - group), (0, 0)))
     planes = query_planes(padded, k.layout.chunks)
     programs = tuning.programs(batch * heads, capacity)
-    schedule = Schedule(programs, tuning.tile, batch, heads)
+    windowed = lower is not None
+    schedule = Schedule(programs, tuning.tile, batch * segments, heads, segments, windowed)
     arrays = k.views(keys[1]), v.views(values[1])
     counts = len(arrays[0]), len(arrays[1])
     buffers = [side.buffers(tuning.stages, tuning.tile // SPAN) for side in (k, v)]
@@ -230,6 +254,7 @@ def attention_in_pieces(
             tuning,
             columns,
             capacity // SPAN,
+            soft_cap,
             Matrices(bool(interpret)),
             (inputs[: counts[0]], inputs[counts[0] :]),
             (scratch[: counts[0]], scratch[counts[0] : sum(counts)]),
@@ -237,6 +262,8 @@ def attention_in_pieces(
         )
 
         def read(run: TileRun, place: Any) -> None:
+            if segments > 1:
+                run = run._replace(row=lax.div(run.row, jnp.int32(segments)))
             planes = [
                 on_warps(
                     plgpu.load(q_ref.at[run.row, run.head, c], layout=OF_ALL_WARPS, optimized=False)
@@ -262,7 +289,6 @@ def attention_in_pieces(
         ),
         interpret=interpret,
     )
-    limits = limits.astype(jnp.int32)
     with jax.enable_x64(False):
         m, l, o = call(limits, planes, *arrays[0], *arrays[1])
     return Pieces(m, l, o, limits, schedule)

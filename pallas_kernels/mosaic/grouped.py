@@ -24,6 +24,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -43,12 +44,14 @@ class Stripe:
         slot: of the buffers.
         number: of the stripe in its tile.
         start: the first token.
-        limit: tokens from here on do not count and may hold anything. None if all count.
+        lower: tokens before it do not count and may hold anything. None if there are none.
+        limit: the same for tokens from here on. None if all tokens count.
     """
 
     slot: Any
     number: int
     start: Any
+    lower: Any = None
     limit: Any = None
 
     @property
@@ -61,7 +64,10 @@ class Stripe:
         if self.limit is None:
             return x
         at = self.start + token_numbers(x.shape, tokens)
-        return jnp.where(at < self.limit, x, jnp.zeros_like(x))
+        live = at < self.limit
+        if self.lower is not None:
+            live &= at > self.lower - (1 if tokens is not None else SPAN)
+        return jnp.where(live, x, jnp.zeros_like(x))
 
 
 def token_numbers(shape: tuple[int, ...], axis: int | None) -> jax.Array:
@@ -90,6 +96,11 @@ class GroupedSide:
     def asymmetric(self) -> bool:
         return self.reader.centre is None
 
+    @property
+    def together(self) -> int:
+        """Return how many neighbouring spans share the scales of channels."""
+        return self.reader.group // SPAN if self.reader.axis == "tokens" else 1
+
     def offset(self, slot: int, chunk: int) -> float:
         """Return what a code's number holds beside the distance from its zero."""
         return float(self.layout.field(slot, chunk).bias + (self.reader.centre or 0))
@@ -100,7 +111,7 @@ class GroupedSide:
 
     def views(self, stored: Sequence[jax.Array]) -> list[jax.Array]:
         """Give spans an axis of their own, without a copy: words [B, K, spans, rows, words], and
-        scales [B, K, groups, spans, SPAN] or [B, K, spans, channels]."""
+        scales [B, K, groups, spans, SPAN] or [B, K, spans / together, channels]."""
         sets = len(self.layout.sets)
         rows = SPAN // self.layout.slots
         views = [x.reshape(*x.shape[:2], -1, rows, x.shape[3]) for x in stored[:sets]]
@@ -120,7 +131,7 @@ class GroupedSide:
         shape = (
             (slots, self.groups, spans, SPAN)
             if self.reader.axis == "channels"
-            else (slots, spans, self.layout.channels)
+            else (slots, spans // self.together, self.layout.channels)
         )
         return [*sets, *[plgpu.SMEM(shape, jnp.uint16)] * (2 if self.asymmetric else 1)]
 
@@ -128,10 +139,17 @@ class GroupedSide:
         self, arrays: Sequence[Any], buffers: Sequence[Any], unit: Any, spans: Any, slot: Any
     ) -> Iterator[tuple[Any, Any]]:
         """Return what a tile of one unit's spans is copied from and to."""
-        sets = len(self.layout.sets)
+        sets, groups = len(self.layout.sets), spans
+        if self.together > 1:
+            first = lax.div(spans.start, jnp.int32(self.together))
+            groups = pl.ds(first, spans.size // self.together)
         for i, (array, buffer) in enumerate(zip(arrays, buffers, strict=True)):
-            grouped = i >= sets and self.reader.axis == "channels"
-            source = array.at[*unit, :, spans] if grouped else array.at[*unit, spans]
+            if i < sets:
+                source = array.at[*unit, spans]
+            elif self.reader.axis == "channels":
+                source = array.at[*unit, :, spans]
+            else:
+                source = array.at[*unit, groups]
             yield source, buffer.at[slot]
 
     def _words(self, buffers: Sequence[Any], stripe: Stripe) -> list[Any]:
@@ -146,7 +164,10 @@ class GroupedSide:
     ) -> list[jax.Array]:
         """Load the scales, and the zeros if there are any, of a group of channels for all tokens,
         or of all channels."""
-        at = (stripe.slot, stripe.spans) if group is None else (stripe.slot, group, stripe.spans)
+        groups = WARPS // self.together
+        at = (stripe.slot, pl.ds(groups * stripe.number, groups))
+        if group is not None:
+            at = (stripe.slot, group, stripe.spans)
         return [load(buffer.at[at]) for buffer in buffers[len(self.layout.sets) :]]
 
     def _chunk(self, chunk: int) -> slice:

@@ -107,10 +107,11 @@ class Matrices:
         return matrices(ref)
 
     def load_rows(self, ref: Any, rows: int) -> jax.Array:
-        """Load 16-bit floats [WARPS, columns] as fp16 [WARPS, rows, columns] with equal rows."""
+        """Load 16-bit floats [WARPS, columns] as fp16 [WARPS, rows, columns] with equal rows.
+        Neighbouring warps may share an entry of the first axis."""
         shape = (WARPS, rows, ref.shape[1])
         if self.interpret:
-            return jnp.broadcast_to(_half(ref[...])[:, None], shape)
+            return jnp.broadcast_to(_of_warps(ref)[:, None], shape)
 
         @_inline((plgpu.RefType(),), shape, jnp.float16)
         def equal_rows(ctx: Any, ref: ir.Value) -> mgpu.FragmentedArray:
@@ -123,13 +124,14 @@ class Matrices:
 
     def load_columns(self, ref: Any, columns: int) -> jax.Array:
         """Load 16-bit floats [WARPS, rows] as fp32 [WARPS, rows, columns] with equal columns.
+        Neighbouring warps may share an entry of the first axis.
 
         A transposing load of eight equal rows gives each lane its row's number in both halves of
         the register.
         """
         shape = (WARPS, ref.shape[1], columns)
         if self.interpret:
-            return jnp.broadcast_to(_half(ref[...]).astype(jnp.float32)[:, :, None], shape)
+            return jnp.broadcast_to(_of_warps(ref).astype(jnp.float32)[:, :, None], shape)
 
         @_inline((plgpu.RefType(),), shape, jnp.float32)
         def equal_columns(ctx: Any, ref: ir.Value) -> mgpu.FragmentedArray:
@@ -303,6 +305,11 @@ def _inline(layouts_or_refs: Sequence[Any], shape: tuple[int, ...], dtype: Any) 
         arg_types=tuple(layouts_or_refs),
         return_type=plgpu.ShapeDtypeStruct(shape, dtype, layout=LANES),
     )
+
+
+def _of_warps(ref: Any) -> jax.Array:
+    """Return the floats [WARPS, n] of entries that neighbouring warps may share."""
+    return jnp.repeat(_half(ref[...]), WARPS // ref.shape[0], axis=0)
 
 
 def _half(x: jax.Array) -> jax.Array:

@@ -153,12 +153,14 @@ class _Places:
     Args:
         matrices: the first element of each matrix.
         row: elements between the rows of a matrix; 0 repeats its first row.
-        warp: elements between neighbouring warps.
+        warp: elements between neighbouring warps, or groups of them.
+        together: how many warps read the same matrices.
     """
 
     matrices: tuple[int, ...]
     row: int
     warp: int
+    together: int = 1
 
 
 def matrices_of(ref: ir.Value) -> _Places:
@@ -171,9 +173,10 @@ def matrices_of(ref: ir.Value) -> _Places:
 
 def vectors_of(ref: ir.Value, times: int = 1) -> _Places:
     kind = ir.MemRefType(ref.type)
-    (_, size), (warp, element) = kind.shape, kind.get_strides_and_offset()[0]
+    (entries, size), (stride, element) = kind.shape, kind.get_strides_and_offset()[0]
     assert element == 1, "vectors are contiguous"
-    return _Places(tuple(i for i in range(0, size, SIDE) for _ in range(times)), 0, warp)
+    starts = tuple(i for i in range(0, size, SIDE) for _ in range(times))
+    return _Places(starts, 0, stride, WARPS // entries)
 
 
 def ldmatrix(ref: ir.Value, places: _Places, transposed: bool) -> np.ndarray:
@@ -184,8 +187,11 @@ def ldmatrix(ref: ir.Value, places: _Places, transposed: bool) -> np.ndarray:
     base = utils.memref_ptr(ref)
     row = arith.remui(lane(), utils.c(SIDE, i32))
     octet = arith.divui(lane(), utils.c(SIDE, i32))
+    number = warp()
+    if places.together > 1:
+        number = arith.divui(number, utils.c(places.together, i32))
     of_warp = arith.addi(
-        arith.muli(warp(), utils.c(places.warp, i32)), arith.muli(row, utils.c(places.row, i32))
+        arith.muli(number, utils.c(places.warp, i32)), arith.muli(row, utils.c(places.row, i32))
     )
     layout = nvvm.MMALayout.col if transposed else nvvm.MMALayout.row
     square = ir.Attribute.parse("#nvvm.ld_st_matrix_shape<m=8,n=8>")

@@ -14,8 +14,9 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.decode_attention.lower_limits import LowerLimits
 from pallas_kernels.decode_attention.schedule import Pieces
-from pallas_kernels.decode_attention.tuning import OTHER_SHARED_BYTES, SHARED_BYTES, Tuning
+from pallas_kernels.decode_attention.tuning import SHARED_BYTES, Tuning
 from pallas_kernels.launch import Launch
 from pallas_kernels.readers.base import Reader
 from pallas_kernels.readers.grouped import GroupedReader
@@ -25,6 +26,7 @@ OLDEST_JAX = (0, 11, 0)
 HEAD_DIMS = (64, 128, 256)
 STRIPE = 4 * SPAN  # tokens: one span for each warp of a block
 RESIDENT = 2  # blocks of four warps that the registers of a multiprocessor hold
+OTHER_SHARED_BYTES = 2048  # of a block: barriers, and what the system keeps
 BULK = 9.0  # the first compute capability with a copy engine
 
 
@@ -54,8 +56,8 @@ def unsupported(k: Reader, v: Reader, group: int, capacity: int) -> str | None:
             return f"{name}: {type(reader).__name__}, not uniform groups"
         if reader.layout.bits not in SUPPORTED_BITS or reader.layout.channels not in HEAD_DIMS:
             return f"{name}: {reader.layout.bits} bits at head dim {reader.layout.channels}"
-        if reader.axis == "tokens" and reader.group != SPAN:
-            return f"{name}: groups of {reader.group} tokens, not of {SPAN}"
+        if reader.axis == "tokens" and STRIPE % reader.group:
+            return f"{name}: groups of {reader.group} tokens, which do not divide {STRIPE}"
         if reader.scale_dtype != "float16":
             return f"{name}: scales in {reader.scale_dtype}, not in float16"
         most = 16 if reader.layout.channels < 256 else 8
@@ -73,6 +75,8 @@ def pieces(
     limits: Int[Array, " B"],
     *,
     capacity: int,
+    lower: LowerLimits | None,
+    soft_cap: float | None,
     tuning: Tuning | None,
     launch: Launch,
 ) -> Pieces | None:
@@ -92,6 +96,8 @@ def pieces(
         values,
         limits,
         capacity=capacity,
+        lower=lower,
+        soft_cap=soft_cap,
         tuning=tuning or tuning_for(k, v, columns, capacity, capability),
         bulk=launch.interpret or float(capability) >= BULK,
         interpret=attention.interpreted() if launch.interpret else None,
@@ -113,11 +119,12 @@ def tuning_for(k: Reader, v: Reader, columns: int, capacity: int, capability: st
     single stripes.
     """
     shared = SHARED_BYTES.get(capability, min(SHARED_BYTES.values()))
+    beside = OTHER_SHARED_BYTES + 4 * STRIPE * columns  # for reductions
     crowded = k.chunks[0] * k.chunks[1] > 128 or columns > 8
     tiles = [tile for tile in (2 * STRIPE, STRIPE) if tile <= capacity]
     for tile in tiles[-1:] if crowded else tiles:
         for stages in (3, 2):
-            of_block = stages * tile * (k.row_bytes + v.row_bytes) + OTHER_SHARED_BYTES
+            of_block = stages * tile * (k.row_bytes + v.row_bytes) + beside
             if RESIDENT * of_block <= shared:
                 return Tuning(tile, warps=4, stages=stages, resident=RESIDENT)
     return Tuning(STRIPE, warps=4, stages=2, resident=1)

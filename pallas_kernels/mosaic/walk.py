@@ -22,7 +22,15 @@ class Walk:
     limits: Any
 
     def _tiles(self, row: Any) -> jax.Array:
-        return pl.cdiv(self.limits[row], self.schedule.tile)
+        tiles = pl.cdiv(self.limits[row], self.schedule.tile)
+        return tiles - self._skipped(row) if self.schedule.lower else tiles
+
+    def _skipped(self, row: Any) -> jax.Array:
+        """Return the tiles before the one that holds a row's lower limit."""
+        return lax.div(self._lower(row), jnp.int32(self.schedule.tile))
+
+    def _lower(self, row: Any) -> jax.Array:
+        return self.limits[self.schedule.batch + row]
 
     def share(self, program: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return `Schedule.share` of these limits."""
@@ -48,7 +56,12 @@ class Walk:
         count = self._tiles(row)
         head = lax.div(at - begin, jnp.maximum(count, 1))
         first = at - begin - head * count
-        return TileRun(row, head, first, jnp.minimum(count, first + end - at), self.limits[row])
+        stop = jnp.minimum(count, first + end - at)
+        if not self.schedule.lower:
+            return TileRun(row, head, first, stop, self.limits[row])
+        skipped = self._skipped(row)
+        lower = self._lower(row)
+        return TileRun(row, head, skipped + first, skipped + stop, self.limits[row], lower)
 
     def for_each_run(self, program: jax.Array, read: Callable[[TileRun, jax.Array], None]) -> None:
         """Call `read` with each run of a program's share, and with the place of its piece."""

@@ -108,12 +108,14 @@ class _Work:
 @dataclasses.dataclass(frozen=True)
 class _Asking:
     """The program that attends to the windows, and how many arrays it reads for its queries (the
-    shared ones and the queries). 0 means no attention.
+    shared ones and the queries). 0 means no attention. The rest is what `windows.attend` takes.
     """
 
     program: int
     inputs: int
     asm: bool
+    window: int | None = None
+    soft_cap: float | None = None
 
 
 def append_token(
@@ -160,7 +162,8 @@ def append_token(
     if queries is not None:
         queries.check(sides[0].ring)
         q, shared = queries.arrays(sides[0].ring.dtype)
-        asking, parts = dataclasses.replace(asking, inputs=len(shared) + 1), queries.parts
+        options = asking.asm, queries.window, queries.soft_cap
+        asking, parts = _Asking(start, len(shared) + 1, *options), queries.parts
         row_numbers, of_heads = [*places, queries.tokens, queries.limits], [q]
         warps = max(warps, queries.warps)
     aliased = [whole_array_but(1, array, (0,)) for array in stored]
@@ -342,4 +345,6 @@ def _kernel(
             tokens_ref, limit_ref, *shared, q = asked
             sinks = [WindowOfHead(sink, head) for sink, _ in windows if sink is not None]
             rings = [WindowOfHead(ring, head) for _, ring in windows]
-            attend(q, shared, sinks, rings, tokens_ref[0], limit_ref[0], parts, asking.asm)
+            counts = tokens_ref[0], limit_ref[0]
+            options = asking.window, asking.soft_cap, asking.asm
+            attend(q, shared, sinks, rings, *counts, parts, *options)

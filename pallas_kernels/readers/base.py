@@ -137,6 +137,11 @@ class Reader(abc.ABC):
         """Return True if an array may hold the tokens of every n-th block of a body."""
         return True
 
+    @property
+    def reads_windows(self) -> bool:
+        """Return True if a tile may have tokens before those that count."""
+        return self.parts == 1 and not (self.adds_scores or self.adds_values)
+
     def placed(self, sink: int, block: int, shards: int) -> Reader:
         """Return the reader of keys that begin after `sink` tokens, in a body whose blocks are
         dealt out to `shards` shards.

@@ -24,6 +24,8 @@ class Tile:
             which may start anywhere on a span.
         first: only tokens first <= token < limit count. None if all do.
         limit: see first.
+        lower: tokens before it do not count either. It may lie inside a group, and `first` does
+            not.
         part: the part that a step reads, as many neighbouring slots of a word row as any other
             part.
         parts: how many parts there are.
@@ -36,6 +38,7 @@ class Tile:
     limit: Int[Array, ""] | None = None
     part: Int[Array, ""] | int = 0
     parts: int = 1
+    lower: Int[Array, ""] | None = None
 
     def offset(self, unit: int) -> Int[Array, ""]:
         """Return the start in units of `unit` tokens. If a unit is longer than the tile, this is
@@ -54,12 +57,15 @@ class Tile:
         """Return True if some tokens may not count."""
         return self.limit is not None
 
-    def counts(self, tokens: Int[Array, "..."]) -> Bool[Array, "..."]:
-        """Return a mask of the tokens that count. Tokens are numbered from the tile's start."""
+    def counts(self, tokens: Int[Array, "..."], length: int = 1) -> Bool[Array, "..."]:
+        """Return a mask of the tokens that count, or of groups of `length` tokens that begin there
+        and hold one that counts. Tokens are numbered from the tile's start.
+        """
         if self.first is None or self.limit is None:
             return jnp.ones(tokens.shape, bool)
         at = self.start + tokens
-        return (at >= self.first) & (at < self.limit)
+        counts = (at >= self.first) & (at < self.limit)
+        return counts if self.lower is None else counts & (at > self.lower - length)
 
     def slot_tokens(self, slots: int, slot: int) -> Int[Array, " rows"]:
         """Return the tokens, counted from the tile's start, in slot `slot` (of the part): a run of

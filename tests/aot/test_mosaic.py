@@ -26,6 +26,7 @@ COMMITTED = [
     row
     for file in sorted(RESULTS.glob("instructions_routes*.json"))
     for row in Instructions.read(file).rows
+    if row.name.endswith(", mosaic")
 ]
 BY_CASE = {attention.name: attention for attention in ATTENTIONS}
 # Groups of channels and of tokens; the copy engine, and asynchronous copies without it.

@@ -35,6 +35,8 @@ INTERPRETED = Launch(interpret=True, route="mosaic")
 # The capacity is no multiple of the tile, so the last tile moves back, and some warps of it have no
 # live token.
 LENGTHS = Lengths(160, (0, 31, 160))
+WIDE = {"kivi2_h64_g4_size64": Lengths(192, (0, 95, 192))}  # whole groups of tokens
+WIDE |= {"kivi4_h64_g4_size128": Lengths(256, (0, 95, 250))}
 TUNING = Tuning(128, stages=2, cores=5, resident=1)  # fewer programs than rows and heads
 
 SCHEMES = ("sym", "hybrid", "asym")
@@ -53,6 +55,7 @@ GRID = (
     innerq(8, "asym", 128, 16),
     kivi(4, 128, 16),
     kivi(2, 64, 9),
+    *(kivi(bits, 64, 4, size) for bits, size in ((2, 64), (4, 128))),
 )
 # Words that one, two and four tokens share, in one and two plane sets; 8 and 16 query columns.
 USUAL = ("innerq2_hybrid_h64_g4", "kivi2_h64_g9_size32")
@@ -63,8 +66,10 @@ def usual_of(cases: tuple[KernelCase, ...]) -> list[KernelCase]:
 
 
 def each(cases: tuple[KernelCase, ...]) -> pytest.MarkDecorator:
+    lengths = [WIDE.get(case.id, LENGTHS) for case in cases]
     cases = tuple(
-        dataclasses.replace(case, short=LENGTHS, long=LENGTHS, tuning=TUNING) for case in cases
+        dataclasses.replace(case, short=of_case, long=of_case, tuning=TUNING)
+        for case, of_case in zip(cases, lengths, strict=True)
     )
     return pytest.mark.parametrize("case", some(cases, usual_of(cases)), ids=lambda case: case.id)
 
@@ -108,27 +113,31 @@ def test_a_kernel_lowers_for_cuda_without_triton(case: KernelCase):
     assert "mosaic_gpu" not in lowered_attention(case, Launch()), "both routes would pass"
 
 
+@pytest.mark.parametrize("lower", [(), (0, 0, 127, 128, 600, 0)], ids=["", "lower"])
 @pytest.mark.parametrize("programs", [5, 64])
-def test_programs_walk_the_runs_of_the_schedule(programs: int):
-    limits = jnp.asarray([0, 1, 128, 129, 2000, 0], jnp.int32)
-    schedule = Schedule(programs, 128, len(limits), 3)
-    walk, tiles = Walk(schedule, limits), 3 * (1 + 1 + 2 + 16)
+def test_programs_walk_the_runs_of_the_schedule(programs: int, lower: tuple[int, ...]):
+    limits = [0, 1, 128, 129, 2000, 0]
+    schedule = Schedule(programs, 128, len(limits), 3, lower=bool(lower))
+    places = jnp.asarray([*limits, *lower], jnp.int32)
+    walk, tiles = Walk(schedule, places), 3 * (1 + 1 + (1 if lower else 2) + (12 if lower else 16))
 
     @jax.jit
     def of_both(program: jax.Array, at: jax.Array) -> tuple[Any, Any]:
-        begin, end = schedule.share(limits, program)
+        begin, end = schedule.share(places, program)
         shares = (begin, end), walk.share(program)
         inside = (begin <= at) & (at < end)
-        runs = schedule.run(limits, at, end), walk.run(at, end)
+        runs = schedule.run(places, at, end), walk.run(at, end)
         return tuple(zip(shares, runs, strict=True)), inside
 
     numbers = jnp.arange(programs), jnp.arange(tiles)
     (wanted, walked), inside = jax.vmap(jax.vmap(of_both, (None, 0)), (0, None))(*numbers)
     assert (np.sum(inside, axis=0) == 1).all(), "every tile has one program"
     for name, want, have in zip(("share", "run"), wanted, walked, strict=True):
-        for one, other in zip(want, have, strict=True):
+        for one, other in zip(*map(jax.tree.leaves, (want, have)), strict=True):
             np.testing.assert_array_equal(one[inside], other[inside], err_msg=name)
-    assert len(set(np.asarray(wanted[1].row)[inside].tolist())) == 4, "all live rows have runs"
+    first, row = (np.asarray(numbers)[inside] for numbers in (wanted[1].first, wanted[1].row))
+    assert len(set(row.tolist())) == 4, "all live rows have runs"
+    assert first[row == 4].min() == (600 // 128 if lower else 0), "dead tiles are skipped"
 
 
 def readers_of(bits: int, head_dim: int) -> list[GroupedReader]:
@@ -139,9 +148,11 @@ def readers_of(bits: int, head_dim: int) -> list[GroupedReader]:
 
 def test_bodies_that_mosaic_does_not_read_are_named():
     k, v = readers_of(4, 64)
-    assert route.unsupported(k, v, 16, 128) is None
+    for shared in (1, 2, 4):  # spans share scales
+        wide = dataclasses.replace(k, group=shared * SPAN)
+        assert route.unsupported(wide, v, 16, 128) is None
     refused = {
-        "groups of 64 tokens": (dataclasses.replace(k, group=2 * SPAN), v, 4, 128),
+        "groups of 256 tokens": (dataclasses.replace(k, group=8 * SPAN), v, 4, 128),
         "float16": (k, dataclasses.replace(v, scale_dtype="bfloat16"), 4, 128),
         "17 query heads": (k, v, 17, 128),
         "fewer than one tile": (k, v, 4, 96),
@@ -159,8 +170,11 @@ def test_a_route_that_this_jax_lacks_is_refused(monkeypatch: pytest.MonkeyPatch)
 
 def test_tiles_fit_the_shared_memory_of_the_gpu():
     for bits, capability in itertools.product((2, 4, 8), ("8.0", "8.9", "9.0", "10.0")):
-        k, v = readers_of(bits, 128)
-        tuning = route.tuning_for(k, v, 8, 4096, capability)
-        bytes_of_block = tuning.stages * tuning.tile * (k.row_bytes + v.row_bytes)
-        assert tuning.resident * bytes_of_block < route.SHARED_BYTES[capability]
-        assert np.log2(tuning.tile / route.STRIPE) in (0, 1)
+        narrow, v = readers_of(bits, 128)
+        for k in (narrow, dataclasses.replace(narrow, group=4 * SPAN)):
+            tuning = route.tuning_for(k, v, 8, 4096, capability)
+            of_tiles = tuning.stages * tuning.tile * (k.row_bytes + v.row_bytes)
+            reductions, system = 4096, 2048  # as compiled for an H200
+            bytes_of_block = of_tiles + reductions + system
+            assert tuning.resident * bytes_of_block <= route.SHARED_BYTES[capability]
+            assert np.log2(tuning.tile / route.STRIPE) in (0, 1)

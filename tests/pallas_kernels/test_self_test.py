@@ -4,6 +4,8 @@ GPU.
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,6 +32,15 @@ def format(spec: str) -> self_test.Format:
 @pytest.mark.parametrize("spec", some(SERVED, ("kivi:bits=4",)))
 def test_right_assembly_passes(spec):
     assert self_test.difference(format(spec), Emulated()) is None
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("assembler")
+def test_right_assembly_passes_in_a_ring_with_a_soft_cap():
+    ring = dataclasses.replace(format("kivi:bits=4"), windowed=True, soft_cap=5.0)
+    assert self_test.difference(ring, Emulated()) is None
+    plain = self_test._outputs(format("kivi:bits=4"), self_test.INTERPRETED, None)
+    assert self_test._compare(self_test._outputs(ring, self_test.INTERPRETED, None), plain)
 
 
 @pytest.mark.usefixtures("assembler")

@@ -15,6 +15,7 @@ import pytest
 import kvq_jax as kvq
 from kvq_jax.attention import arithmetic, dispatch
 from kvq_jax.files.user_cache import cache_folder
+from kvq_jax.layer.attention import Attention
 from pallas_kernels.mosaic import route
 from tests.kvq_jax.attention.test_dispatch import DIMS, plan_of
 
@@ -196,3 +197,14 @@ def test_a_route_has_a_verdict_of_its_own():
     triton, mosaic = (arithmetic.format_of(plan, HEADS, name) for name in ("triton", "mosaic"))
     assert arithmetic.verdict(mosaic, GPU, Answering("attention differs")).difference
     assert arithmetic.verdict(triton, GPU, Answering(None)).difference is None
+
+
+@pytest.mark.usefixtures("with_gpu")
+def test_a_layer_with_a_window_has_a_verdict_of_its_own(monkeypatch):
+    monkeypatch.setattr(route, "missing", lambda: None)
+    asked = answering(monkeypatch, None)
+    dims = dataclasses.replace(DIMS, attention=(Attention(window=150, soft_cap=50.0),))
+    plan = plan_of("kivi:bits=4", dims)
+    assert dispatch.route_here([plan], HEADS).startswith("mosaic: its self-test passed")
+    [format] = asked.asked
+    assert "windowed=True, soft_cap=50.0" in format

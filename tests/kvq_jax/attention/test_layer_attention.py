@@ -12,7 +12,6 @@ import pytest
 
 import kvq_jax as kvq
 from kvq_jax.attention import reference
-from kvq_jax.attention.dispatch import unsupported
 from kvq_jax.layer.attention import Attention
 from kvq_jax.layer.plan import LayerPlan, LayerState
 from tests.kvq_jax.layer_runs import (
@@ -158,15 +157,6 @@ def test_a_window_that_holds_the_whole_cache_is_none():
         plan = kvq.cache.layout("kivi:bits=4", dims, 1, CAPACITY).plans[0]
         assert plan.attention.window == kept
         assert plan.regions.sink == (kvq.parse("kivi:bits=4").sink if kept is None else 0)
-
-
-def test_gpu_kernels_are_not_chosen_for_other_attention():
-    for field, value in (("window", 8), ("scale", 0.5), ("soft_cap", 3.0), ("sinks", True)):
-        plan, _ = empty("kivi:bits=4,block=16", Attention(**{field: value}))
-        assert unsupported(plan, DIMS.num_attention_heads, 1, "native") is None
-        reason = unsupported(plan, DIMS.num_attention_heads, 1, "pallas")
-        assert reason is not None
-        assert f"{field}={value}" in reason
 
 
 @pytest.mark.parametrize(

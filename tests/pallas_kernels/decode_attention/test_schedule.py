@@ -33,7 +33,7 @@ def runs(limits: jax.Array, schedule: Schedule, most: int) -> jax.Array:
             run = schedule.run(limits, jnp.minimum(at, end - 1), end)
             return (
                 jnp.where(at < end, at + run.end - run.first, at),
-                runs_so_far.at[i].set(jnp.where(at < end, jnp.stack(run), -1)),
+                runs_so_far.at[i].set(jnp.where(at < end, jnp.stack(run[:5]), -1)),
             )
 
         return lax.fori_loop(0, most, read, (begin, jnp.full((most, 5), -1, jnp.int32)))[1]
