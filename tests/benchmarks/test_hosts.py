@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import pathlib
+
 import numpy as np
 import pytest
 
 from benchmarks.hosts import __main__ as command
 from benchmarks.hosts.host import body_lines, code_lines
 from benchmarks.hosts.measured import compared
+from benchmarks.hosts.report import Adapter, HostsReport, Step
+
+TEXT = np.array([[1, 2], [3, 4]]), np.ones((2, 2, 8))
 
 
 def test_tokens_are_counted_to_the_first_that_differs_and_errors_with_it():
@@ -45,9 +51,27 @@ def test_lines_of_code_are_those_without_documentation():
 def test_a_host_that_is_not_installed_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(command, "MODULES", {"a host": "no_such_host"})
+    monkeypatch.setattr(command, "MODULES", {"tunix": "no_such_host"})
     command.main([])
-    assert "- a host was not measured: No module named 'no_such_host'" in capsys.readouterr().out
+    assert "- tunix was not measured: No module named 'no_such_host'" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         command.main(["--tokens", "1000"])
     assert "powers of two" in capsys.readouterr().err
+
+
+def test_a_file_keeps_the_other_hosts_of_its_commit(tmp_path: pathlib.Path):
+    def report(host: str, commit: str) -> HostsReport:
+        adapter = Adapter(host, "1", 2, 1, (compared("dense", TEXT, TEXT),))
+        step = Step(host, "dense", 64, 2, 100, 0.0, (1.0, 2.0), (1.0, 2.0))
+        when = dict(command="python -m benchmarks.hosts", date="", jax_version="", commit=commit)
+        what = dict(cpu="", cores=1, load=(0.1,), shapes="", missing={})
+        return HostsReport(adapters=(adapter,), steps=(step,), **when, **what)
+
+    file = tmp_path / "hosts.json"
+    report("tunix", "1234567").write(file)
+    both = command.kept(report("bonsai", "1234567"), file, ["bonsai"])
+    assert [one.host for one in both.adapters] == ["bonsai", "tunix"]
+    assert [one.host for one in both.steps] == ["bonsai", "tunix"]
+    again = command.kept(dataclasses.replace(both, adapters=both.adapters[1:]), file, [])
+    assert [one.host for one in again.adapters] == ["tunix"]
+    assert len(command.kept(report("bonsai", "7654321"), file, []).adapters) == 1
