@@ -3,6 +3,7 @@ library of the CPU there."""
 
 from __future__ import annotations
 
+import functools
 import re
 
 import jax
@@ -10,8 +11,8 @@ import numpy as np
 
 from cpu_kernels.library import TARGETS
 from kvq_jax.attention.dispatch import XLA
-from kvq_jax.cache.update import decode_layer, prefill_layer
-from tests.kvq_jax.layer_runs import automatic, empty, parameters_of, sequences
+from kvq_jax.cache.layer_step import run_layer
+from tests.kvq_jax.layer_runs import DIMS, automatic, empty, parameters_of, sequences
 from tests.methods_table import ONE_OF_EACH, MethodCase, cases
 
 
@@ -28,9 +29,11 @@ def test_a_prompt_and_a_step_lower_for_other_devices(case: MethodCase):
     prompt = tokens.window(np.zeros_like(lengths), lengths, 60)
     new = tokens.window(lengths, lengths + 1, 1)
 
+    step = functools.partial(run_layer, implementation=None)
+
     def steps(params, state, below):
-        out, state, _ = prefill_layer(plan, params, state, prompt, below)
-        return out, decode_layer(plan, params, state, new, below, automatic(plan))[:2]
+        out, state, _ = step(plan, DIMS, None, params, state, prompt, below, prefill=True)
+        return out, step(plan, DIMS, None, params, state, new, below, prefill=False)[:2]
 
     traced = jax.jit(steps).trace(parameters_of(plan), state, tokens.below(plan))
     for platform in ("tpu", "cuda"):
