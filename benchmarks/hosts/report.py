@@ -74,7 +74,9 @@ cache, up to the first token that differs."""
 TIMES = """\
 The caches hold the same random keys and values, and take a step in turns. Milliseconds are medians,
 of wall time and of the CPU time of all threads. A ratio is the median of the rounds' own ratios.
-Errors are those of a step's logits: random keys and values are harder to quantize than a text's."""
+Errors are those of a step's logits: `dense` shows that positions and masks are the host's. A packed
+cache's error over random keys says nothing about texts: the sharper a random model's attention, the
+larger it is."""
 
 
 def page(report: HostsReport, file: pathlib.Path) -> str:
