@@ -12,10 +12,13 @@ EXTRAS ?= $(shell $(PYTHON) -c 'import sys; print("test,parity,eval" if sys.vers
 # where `make bench` writes; benchmarks/results has pages of files with a clean commit alone
 RESULTS ?= benchmarks/results
 
+# what `make hosts` installs without its dependencies: it is on no package index, and asks for an older JAX
+BONSAI ?= jax-bonsai @ git+https://github.com/jax-ml/bonsai@36284254cf738d99c1c5d1e3a292d27656a0a365
+
 # what an installation is made of: pyproject.toml, and the C++ that it compiles
 BUILD = pyproject.toml setup.py $(wildcard cpu_kernels/csrc/*)
 
-.PHONY: demo test lab aot lint audit bench docs wheel clean
+.PHONY: demo test lab hosts aot lint audit bench docs wheel clean
 
 demo: $(VENV)/.kvq
 	$(VENV)/bin/kvq demo
@@ -26,6 +29,11 @@ test: $(VENV)/.kvq-test
 # the laboratory's own tests, which neither `make test` nor CI runs
 lab: $(VENV)/.kvq-test
 	$(RUN) -m pytest -n 2 --dist worksteal laboratory/tests $(ARGS)
+
+# the adapters of kvq_hosts beside the projects themselves, in an environment of their own
+hosts:
+	$(MAKE) --no-print-directory VENV=$(VENV)-hosts $(VENV)-hosts/.kvq-hosts
+	$(VENV)-hosts/bin/python -m pytest tests/kvq_hosts $(ARGS)
 
 # the GPU kernels, compiled for GPUs that are not there
 aot: $(VENV)/.kvq-aot
@@ -62,7 +70,7 @@ wheel:
 	done
 
 clean:
-	rm -rf $(VENV) build dist site *.egg-info
+	rm -rf $(VENV) $(VENV)-hosts build dist site *.egg-info
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -75,6 +83,12 @@ $(VENV)/.kvq: $(VENV)/bin/python $(BUILD)
 $(VENV)/.kvq-test: $(VENV)/bin/python $(BUILD)
 	@echo "installing kvq with extras $(EXTRAS) into $(VENV) (a few minutes) ..."
 	$(PIP) -e ".[$(EXTRAS)]"
+	@touch $@
+
+$(VENV)/.kvq-hosts: $(VENV)/bin/python $(BUILD)
+	@echo "installing kvq with the extra hosts into $(VENV) (a few minutes) ..."
+	$(PIP) -e ".[hosts]"
+	@$(PIP) --no-deps "$(BONSAI)" 2>/dev/null || echo "bonsai could not be installed from $(BONSAI): its tests are skipped"
 	@touch $@
 
 $(VENV)/.kvq-docs: $(VENV)/bin/python pyproject.toml

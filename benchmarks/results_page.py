@@ -28,6 +28,7 @@ from benchmarks.faults import cost
 from benchmarks.faults import report as faults
 from benchmarks.gpu import page as gpu_page
 from benchmarks.gpu.report import GpuReport
+from benchmarks.hosts import report as hosts
 from benchmarks.machine_code import launches
 from benchmarks.machine_code import report as machine_code
 from benchmarks.markdown import table
@@ -121,6 +122,12 @@ KINDS = (
             "requests a second and time to first token through slots, sequences in equal memory,"
             " prefixes that come back"
         ),
+    ),
+    Kind(
+        "hosts*",
+        hosts.HostsReport,
+        hosts.page,
+        always("adapters: lines of code, tokens, errors, bytes and times beside hosts' own caches"),
     ),
     Kind(
         "mesh*",

@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 import kvq_jax as kvq
+from kvq_hosts.served import check_served
 
 
 class QuantizedLayer(nnx.Module):
@@ -71,6 +72,7 @@ def with_cache(
         kvq.layer_plan(spec, dims, layer=i, capacity=capacity, dtype=dtype)
         for i in range(config.num_layers)
     ]
+    check_served(plans, "bonsai")
     model = nnx.clone(model)
     for layer in model.layers:
         object.__setattr__(layer.attn, "__class__", _Attention)

@@ -27,6 +27,7 @@ from tunix.models.qwen2 import model as qwen2
 from tunix.models.qwen3 import model as qwen3
 
 import kvq_jax as kvq
+from kvq_hosts.served import check_served
 
 Model = llama3.Llama3 | qwen2.Qwen2 | qwen3.Qwen3 | gemma3.Gemma3
 QKV = tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]
@@ -60,12 +61,12 @@ def with_cache(model: Model, spec: kvq.cache.CacheSpec | str) -> Model:
         config.head_dim,
         config.embed_dim,
     )
-    kvq.cache.layout(spec, dims, batch=1, capacity=1)  # an error comes here, not from a traced step
     model = nnx.clone(model)
     object.__setattr__(model, "__class__", MODELS[type(model)])
     for number, layer in enumerate(model.layers):
         layer.attn.kvq = _Layer(spec, dims, number, _attention(layer.attn))
         object.__setattr__(layer.attn, "__class__", ATTENTION[type(layer.attn)])
+    check_served((layer.attn.kvq.plan(64, "float32") for layer in model.layers), "tunix")
     return model
 
 

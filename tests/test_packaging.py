@@ -3,6 +3,7 @@ what runs without the sources."""
 
 from __future__ import annotations
 
+import compileall
 import importlib.metadata
 import os
 import pathlib
@@ -287,3 +288,20 @@ print(*(min(times) for times in zip(*(map(float, run.split()) for run in runs)))
 """
     jax_alone, library = map(float, run(program, site, tmp_path).split())
     assert 0 < library < 0.3 * jax_alone, f"JAX {jax_alone:.3f} s, then kvq_jax {library:.3f} s"
+
+
+def test_the_library_weighs_at_most_20_mb_beside_jax(site: pathlib.Path):
+    """With bytecode, as pip installs it, and 2 MB for the kernels, which this wheel has larger
+    because it does not optimize them."""
+    compileall.compile_dir(site, quiet=2)
+    files = [file for file in site.rglob("*") if file.is_file() and file.suffix != ".so"]
+    ours = 2e6 + sum(file.stat().st_size for file in files)
+    of_jax = {"jax", "jaxlib", "ml_dtypes", "numpy", "opt_einsum", "scipy"}
+    beside = needed_alone() - of_jax
+    assert len(beside) >= 3, "jaxtyping, safetensors and filelock are counted"
+    theirs = sum(
+        pathlib.Path(file.locate()).stat().st_size
+        for name in beside
+        for file in importlib.metadata.files(name) or ()
+    )
+    assert 8e6 < ours + theirs < 20e6, f"{ours / 1e6:.1f} MB and {theirs / 1e6:.1f} MB"

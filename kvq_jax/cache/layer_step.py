@@ -54,8 +54,9 @@ def check_parameters(spec: str, layer: int, plan: LayerPlan, params: Tree, taker
 
 
 def check_shapes(dims: CacheDims, new: tuple[int, ...], arrays: Mapping[str, Array | None]) -> None:
-    """Raise ValueError if one of the arrays of (B, T) new tokens, by name, does not fit the cache.
-    None stands for an array that the caller does not have."""
+    """Raise ValueError if one of the arrays of (B, T) new tokens, by name, does not fit the cache,
+    and NotImplementedError if its type tracks the axes of a shard_map, because the loops over a
+    cache start from values that do not. None stands for an array that the caller does not have."""
     batch, tokens = new
     queries = (batch, dims.num_attention_heads, tokens, dims.head_dim)
     rows = (batch, dims.num_key_value_heads, tokens, dims.head_dim)
@@ -74,6 +75,11 @@ def check_shapes(dims: CacheDims, new: tuple[int, ...], arrays: Mapping[str, Arr
             raise ValueError(
                 f"{name} must have shape {list(shape)} in this step of this cache, got"
                 f" {list(array.shape)}"
+            )
+        if array is not None and (axes := jax.typeof(array).manual_axis_type.varying):
+            raise NotImplementedError(
+                f"{name} varies over {sorted(axes)} in a shard_map that checks such types: give"
+                " jax.shard_map check_vma=False"
             )
 
 

@@ -64,3 +64,5 @@ def test_what_has_no_adapter_is_refused():
         bonsai.with_cache(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), "kivi", 1, 1, 1)
     with pytest.raises(ValueError, match="unknown cache method 'kiwi'"):
         bonsai.with_cache(model_of(), "kiwi", 1, 1, 1)
+    with pytest.raises(ValueError, match=r"bonsai gives a cache queries, .*'xquant' needs param"):
+        bonsai.with_cache(model_of(), "xquant", 1, 1, 1)

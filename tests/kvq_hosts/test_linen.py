@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 from typing import Any
 
 import jax
@@ -12,6 +14,7 @@ import pytest
 nn = pytest.importorskip("flax.linen", reason="flax is not installed")
 
 import kvq_jax as kvq  # noqa: E402
+from kvq_hosts import linen  # noqa: E402
 from kvq_hosts.linen import cached_attention  # noqa: E402
 from tests.kvq_jax.layer_runs import row_errors  # noqa: E402
 
@@ -92,3 +95,18 @@ def test_scanned_layers_equal_linens_own_cache(inputs: jax.Array, linens_own: An
     assert kept.lengths.tolist() == [[TOKENS] * 2] * LAYERS
     coarse, _ = generated("int2:sink=0,recent=0,block=4", params, inputs, prompt=8)
     assert row_errors(coarse, expected).max() > 1e-2, "the cache is not read"
+
+
+def test_the_module_of_the_documentation_runs():
+    (snippet,) = re.findall(r"^    class .*?(?=^The)", linen.__doc__, re.MULTILINE | re.DOTALL)
+    names: dict[str, Any] = {"nn": nn, "kvq": kvq, "cached_attention": cached_attention}
+    exec(textwrap.dedent(snippet), names | {"__name__": __name__}, names)
+    dims = kvq.CacheDims(1, 8, 8, WIDTH // 8, WIDTH)
+    block = names["Block"](kvq.layer_plan("dense", dims, layer=0, capacity=16, dtype="float32"))
+    x = jnp.ones((2, 3, WIDTH))
+    with jax.numpy_rank_promotion("allow"):
+        variables = block.init(jax.random.key(0), x, True)
+        out, after = block.apply(variables, x, True, mutable=["cache"])
+    assert out.shape == x.shape
+    assert after["cache"]["layer"].lengths.tolist() == [3, 3]
+    assert variables["cache"]["layer"].lengths.tolist() == [0, 0], "initialization adds nothing"

@@ -110,3 +110,5 @@ def test_what_has_no_adapter_is_refused():
         tunix.with_cache(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), "kivi")
     with pytest.raises(ValueError, match="unknown cache method 'kiwi'"):
         tunix.with_cache(model_of("llama3"), "kiwi")
+    with pytest.raises(ValueError, match=r"tunix gives a cache queries, .* needs k_pre"):
+        tunix.with_cache(model_of("llama3"), "kivi:pre_rope=true")

@@ -63,8 +63,10 @@ def test_a_placed_layer_is_the_layer_of_one_device(kind: str, of_one_device: np.
         plan.read(cache)
 
 
-def test_a_hosts_shard_map_takes_a_plan_of_its_own_heads(of_one_device: np.ndarray):
-    mesh = jax.make_mesh((2,), ("kv",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+@pytest.mark.parametrize("kind", ["Explicit", "Auto"])
+def test_a_hosts_shard_map_takes_a_plan_of_its_own_heads(kind: str, of_one_device: np.ndarray):
+    types = (getattr(AxisType, kind),)
+    mesh = jax.make_mesh((2,), ("kv",), axis_types=types, devices=jax.devices()[:2])
     plan = plan_of(kvq.CacheDims(1, 2, 1, 32, 128))  # of one shard
 
     def local(prompt: Any, token: Any) -> jax.Array:
@@ -72,4 +74,10 @@ def test_a_hosts_shard_map_takes_a_plan_of_its_own_heads(of_one_device: np.ndarr
 
     split = P(None, None, "kv")
     mapped = jax.shard_map(local, mesh=mesh, in_specs=split, out_specs=split, check_vma=False)
-    check(jax.jit(mapped)(arrays(slice(0, 60)), arrays(slice(60, 61))), of_one_device)
+    given = [arrays(slice(0, 60)), arrays(slice(60, 61))]
+    given = jax.device_put(given, NamedSharding(mesh, split))
+    with jax.set_mesh(mesh):
+        check(jax.jit(mapped)(*given), of_one_device)
+        checked = jax.shard_map(local, mesh=mesh, in_specs=split, out_specs=split)
+        with pytest.raises(NotImplementedError, match=r"q varies over \['kv'\] .*check_vma=False"):
+            jax.eval_shape(checked, *given)

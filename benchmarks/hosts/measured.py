@@ -1,0 +1,65 @@
+"""Compare the tokens of a host through its own cache and through kvq's, and time decode steps."""
+
+from __future__ import annotations
+
+import time
+
+import jax
+import numpy as np
+
+from benchmarks.cpu.timing import relative_error
+from benchmarks.hosts.host import STREAMS, Generated, Host, random_rows
+from benchmarks.hosts.report import CACHES, HOSTS_OWN, Adapter, Comparison, Step
+
+
+def adapter(host: Host) -> Adapter:
+    """Return the lines of code of an adapter, and what its caches change in the host's answers."""
+    expected = host.generate(None)
+    comparisons = tuple(compared(spec, host.generate(spec), expected) for spec in CACHES)
+    return Adapter(host.name, host.version, host.adapter_lines, host.your_lines, comparisons)
+
+
+def compared(spec: str, generated: Generated, expected: Generated) -> Comparison:
+    """Return the tokens before the first that differs, of all rows, and the largest relative error
+    of the logits from which these tokens and the first that differs were drawn."""
+    (tokens, logits), (wanted, wanted_logits) = generated, expected
+    alike = np.cumprod(tokens == wanted, axis=1).astype(bool)
+    comparable = np.pad(alike[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    error = relative_error(logits[comparable], wanted_logits[comparable])
+    return Comparison(spec, error, int(alike.sum()), tokens.size)
+
+
+def steps(host: Host, capacity: int, rounds: int) -> list[Step]:
+    """Return the times of decode steps at the end of caches of `capacity` tokens, which the caches
+    take in turns. Each holds the same random keys and values."""
+    caches = (HOSTS_OWN, *CACHES)
+    tokens = capacity - rounds - 1
+    rows = random_rows(tokens, host.kv_heads)
+    running, states, sizes, first = [], [], [], []
+    for name in caches:
+        step, state, cache = host.step(None if name == HOSTS_OWN else name, rows, capacity)
+        sizes.append(sum(leaf.nbytes for leaf in jax.tree.leaves(cache)))
+        logits, state = jax.block_until_ready(step(state))  # compiles
+        running.append(step)
+        states.append(state)
+        first.append(np.asarray(logits))
+    wall, cpu = np.empty((2, rounds, len(caches)))
+    for number in range(rounds):
+        for i, step in enumerate(running):
+            began = time.perf_counter(), time.process_time()
+            _, states[i] = jax.block_until_ready(step(states[i]))
+            wall[number, i] = 1e3 * (time.perf_counter() - began[0])
+            cpu[number, i] = 1e3 * (time.process_time() - began[1])
+    return [
+        Step(
+            host.name,
+            name,
+            capacity,
+            STREAMS,
+            sizes[i],
+            relative_error(first[i], first[0]),
+            tuple(wall[:, i].round(3).tolist()),
+            tuple(cpu[:, i].round(3).tolist()),
+        )
+        for i, name in enumerate(caches)
+    ]
