@@ -17,6 +17,7 @@ import importlib.metadata
 import re
 
 from kvq_jax.methods.base import Method
+from kvq_jax.methods.block_gtq import BlockGTQ
 from kvq_jax.methods.dense import Dense
 from kvq_jax.methods.floats import FP8, MXFP4, NVFP4
 from kvq_jax.methods.formats import TokenFormat
@@ -25,9 +26,11 @@ from kvq_jax.methods.innerq import InnerQ
 from kvq_jax.methods.kivi import Kivi
 from kvq_jax.methods.kvarn import KVarN
 from kvq_jax.methods.kvquant import KVQuant
+from kvq_jax.methods.optr import OptR
 from kvq_jax.methods.oscar_omni import OscarOmni
 from kvq_jax.methods.oscar_spectral import OscarSpectral
 from kvq_jax.methods.polarquant import PolarQuant
+from kvq_jax.methods.pq import ProductQuantization
 from kvq_jax.methods.squat import Squat, SquatPre
 from kvq_jax.methods.turboquant import TurboQuant
 from kvq_jax.methods.waterfill import Waterfill
@@ -49,6 +52,9 @@ METHODS: dict[str, Method] = {
     "kvarn": KVarN(),
     "oscar_omni": OscarOmni(),
     "oscar_spectral": OscarSpectral(),
+    "optr": OptR(),
+    "block_gtq": BlockGTQ(),
+    "pq": ProductQuantization(),
     "xquant": XQuant(),
     "xquant_cl": XQuantCL(),
     "int2": TokenFormat("int", 2),

@@ -163,7 +163,7 @@ def test_methods_lists_every_method_with_its_declared_options(run, run_json):
     found = {method["name"]: method for method in run_json("methods")["methods"]}
     assert list(found) == list(kvq.methods.METHODS)
     by_xla = {name for name, method in found.items() if method["read_by"]["cpu"] == "xla"}
-    new = {"kvarn", "oscar_omni", "oscar_spectral"}
+    new = {"kvarn", "oscar_omni", "oscar_spectral", "optr", "block_gtq", "pq"}
     assert by_xla == {"gear", "xquant", "xquant_cl", "zipcache", *new}
     assert found["fp8"]["read_by"] == {"gpu": "xla", "cpu": "native"}
     _, text, _ = run("methods")
