@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -86,7 +87,8 @@ class RateGroupsCodec(OneSideCodec):
         rope: Rope | None,
     ) -> Float[Array, "B K R C"]:
         groups = zip(query, self._read(body), strict=True)
-        return sum(dot_rows(q, levels) * factor[:, :, None] for q, (levels, factor) in groups)
+        parts = [dot_rows(q, levels) * factor[:, :, None] for q, (levels, factor) in groups]
+        return functools.reduce(jnp.add, parts)
 
     def weighted(
         self,

@@ -97,10 +97,12 @@ def _texts(trace: LayerTrace, mean: np.ndarray) -> tuple[Texts, Texts]:
     q = trace.queries.reshape(*trace.queries.shape[:2], heads, -1, width)
     learning, judging = (
         Texts(
-            *(jnp.asarray(a[part]) for a in (q, trace.keys - mean, trace.values)),
-            jnp.asarray(output),
-            jnp.float32(trace.scale),
-            jnp.int32(trace.sink),
+            q=jnp.asarray(q[part]),
+            k=jnp.asarray(trace.keys[part] - mean),
+            v=jnp.asarray(trace.values[part]),
+            output=jnp.asarray(output),
+            scale=jnp.float32(trace.scale),
+            sink=jnp.int32(trace.sink),
         )
         for part in parts
     )

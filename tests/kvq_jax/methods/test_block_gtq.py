@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import pytest
 import kvq_jax as kvq
 from kvq_jax.arrays.reverse_water_filling import allocate
 from kvq_jax.arrays.rotations import rotation
-from kvq_jax.codecs.codec import TokensAt
+from kvq_jax.codecs.codec import Side, TokensAt
 from kvq_jax.methods.block_gtq.method import ERRORS
 from kvq_jax.methods.turboquant.levels import sphere_levels
 
@@ -28,8 +29,9 @@ def uneven(seed: int, heads: int) -> np.ndarray:
 
 
 def learned(keys: np.ndarray, queries: np.ndarray) -> dict[str, np.ndarray]:
-    rows, ones = {"k": keys[None], "v": keys[None]}, np.ones_like(keys)[None]
-    return kvq.parameters.calibrate(SPEC, DIMS, 0, rows, {"k": ones}, queries[None])["k"]
+    rows: dict[Side, np.ndarray] = {"k": keys[None], "v": keys[None]}
+    ones: dict[Side, np.ndarray] = {"k": np.ones_like(keys)[None]}
+    return kvq.parameters.calibrate(SPEC, DIMS, 0, rows, ones, queries[None])["k"]
 
 
 def energies_of(keys: np.ndarray, queries: np.ndarray) -> np.ndarray:
@@ -55,7 +57,7 @@ def turbo(x: np.ndarray, bits: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("side", ["k", "v"])
-def test_energies_and_groups_are_what_the_equations_say(side: str):
+def test_energies_and_groups_are_what_the_equations_say(side: Side):
     keys, queries = uneven(1, HEADS), uneven(2, 2 * HEADS)
     params = learned(keys, queries)
     energies = energies_of(keys, queries)
@@ -99,7 +101,7 @@ def test_keys_of_large_pairs_get_more_bits_and_err_less():
     keys, queries = uneven(1, HEADS), uneven(2, 2 * HEADS)
     params, spec = learned(keys, queries), "block_gtq:bits=2,scale_dtype=float32,block=32"
     fitted = kvq.parse(spec).k.fitted({"k": [params]}, DIMS)
-    widths = str(fitted.k_widths)
+    widths = str(dataclasses.asdict(fitted)["k_widths"])
     assert sum(map(int, widths)) == 8, widths
     assert widths != "2222", "one width for all pairs"
     arrays = {name: jnp.asarray(array) for name, array in params.items()}
@@ -113,7 +115,7 @@ def test_keys_of_large_pairs_get_more_bits_and_err_less():
 
 
 def test_missing_queries_are_named():
-    rows = {"k": uneven(1, HEADS)[None]}
+    rows: dict[Side, np.ndarray] = {"k": uneven(1, HEADS)[None]}
     with pytest.raises(ValueError, match=r"fitted to the queries of layer 0: give queries="):
         kvq.parameters.calibrate("k=block_gtq+v=dense", DIMS, 0, rows, rows)
     with pytest.raises(ValueError, match=r"queries must be \[B, 4, T, 16\]"):

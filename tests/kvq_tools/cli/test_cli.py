@@ -177,7 +177,7 @@ def test_methods_lists_every_method_with_its_declared_options(run, run_json):
             assert f"preset={preset}: {method.presets[preset]}" in text
         for spec, bits in found[name]["average_bits"].items():
             kvq.parse(spec)
-            assert 1 < bits <= 16, f"{spec} stores {bits} bits"
+            assert 1 <= bits <= 16, f"{spec} stores {bits} bits"
 
 
 # --- demo
