@@ -11,6 +11,7 @@ from kvq_jax.methods.pq.codec import ProductCodec
 from kvq_jax.types.array_types import ModelDims
 
 CODE_BITS = tuple(range(4, 11))
+GROUP = 8  # channels, at most, if the spec leaves them open
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +33,9 @@ class ProductQuantization(Method):
 
     code_bits: int | PerLayer = option(8, "bits of a code", choices=CODE_BITS, per_layer=True)
     group_size: int | PerLayer = option(
-        8, "channels that share a code: whole RoPE pairs", per_layer=True
+        0,
+        "channels that share a code, whole RoPE pairs (0: 8, or the largest that divide head_dim)",
+        per_layer=True,
     )
     pre_rope: bool = option(True, "cache keys before RoPE; false scores keys by look-up tables")
 
@@ -40,7 +43,10 @@ class ProductQuantization(Method):
         return Windows(sink=32, recent=96, block=32)
 
     def codec(self, side: Side, layer: int, dims: ModelDims, block: int, dtype: str) -> Codec:
-        group, channels = at_layer(self.group_size, layer), dims.head_dim
+        channels = dims.head_dim
+        group = at_layer(self.group_size, layer) or max(
+            size for size in (2, 4, 6, GROUP) if channels % size == 0 or size == 2
+        )
         if group < 2 or group % 2 or channels % group:
             raise ValueError(
                 f"group_size={group} must be even and divide head_dim {channels}: a group is whole"
