@@ -125,6 +125,14 @@ kvarn42_floor               7.625       0.4057
     +cache:sink=0,recent=3,block=8
 oscar_omni2                 4.0625      0.5292   oscar_omni:group_size=16,sink=1,recent=3,block=16
 oscar_spectral2             2.5         0.227    oscar_spectral:sink=5,recent=3,block=16
+pq_tables                   1.5         0.214
+    pq:pre_rope=false,code_bits=6,group_size=4,sink=5,recent=3,block=16
+pq_before_rope              1.5         0.2462
+    k=pq:group_size=4+v=pq:code_bits=4,group_size=4+cache:sink=5,recent=3,block=8
+optr2                       2.5         0.2128   optr:steps=1,sink=5,recent=3,block=16
+block_gtq3                  3.75        0.281    block_gtq:sink=2,recent=3,block=16
+block_gtq_widths            3.6875      0.4851
+    block_gtq:k_widths=43222111@0/8421,v_bits=2,scale_dtype=float32,recent=3,block=16
 gear2                       8.765625    0.205    gear:group_size=16,sink=2,recent=3
 gear4_kcvt                  8.375       0.09469
     gear:backbone=kcvt,bits=4,rank=1,outliers=0,pre_rope=true,recent=5,block=8
@@ -155,12 +163,14 @@ EXHAUSTIVE = pytest.mark.exhaustive
 def kind(spec: str) -> str:
     """Name the way in which a spec stores tokens: its method without bits, `k` for one on each
     side, or the option that changes rows. The formats of small floats are one way, and so are
-    groups with a second scale. Rows in a calibrated rotation are stored as int4's are."""
+    groups with a second scale. Rows in a calibrated rotation are stored as int4's are, and runs of
+    channels of one width as waterfill's."""
     for option in ("subtract_bias", "rotate"):
         if option in spec:
             return option
     name = re.split("[:=]", spec)[0].rstrip("0123456789")
-    alike = {"mxfp": "fp", "nvfp": "fp", "oscar_omni": "kvarn", "oscar_spectral": "int"}
+    alike = {"mxfp": "fp", "nvfp": "fp", "oscar_omni": "kvarn", "block_gtq": "waterfill"}
+    alike |= dict.fromkeys(("oscar_spectral", "optr"), "int")
     return alike.get(name, name)
 
 

@@ -12,7 +12,7 @@ import pytest
 from kvq_tools.cli.main import build_parser
 
 ROOT = pathlib.Path(__file__).parents[1]
-WORDS = "one two three four five six seven eight nine ten eleven twelve"
+WORDS = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen"
 NUMBERS = {word: count for count, word in enumerate(WORDS.split(), 1)}
 
 

@@ -45,6 +45,10 @@ OTHERS = (
     "k=kvarn:bits=4+v=kvarn:bits=2",
     "oscar_omni",
     "oscar_spectral",
+    "optr",
+    "block_gtq",
+    "block_gtq:bits=2",
+    "pq",
 )
 CACHES = (*README, *OTHERS)
 LONG = 4096  # tokens

@@ -4,7 +4,7 @@
 
 D(b) is the mean squared error of the best uniform quantizer of 2^b levels for a normal variable of
 variance 1, D(0) = 1. D is convex, so the greedy rule, which gives the next bit to the variable that
-gains most from it, is optimal.
+gains most from it, is optimal. So it is for any other convex D, which may take its place.
 
 Source: Cover and Thomas, Elements of Information Theory, section 10.3.3; steps and errors: Max
 (1960), Table II.
@@ -24,14 +24,22 @@ ERRORS = (1.0, 0.3634, 0.1188, 0.03744, 0.01154, 0.003495, 0.001040, 0.0003043, 
 MOST = len(STEPS) - 1
 
 
-def allocate(energies: Float[np.ndarray, " n"], budget: int) -> Int[np.ndarray, " n"]:
+def allocate(
+    energies: Float[np.ndarray, " n"],
+    budget: int,
+    errors: Sequence[float] = ERRORS,
+    least: int = 0,
+) -> Int[np.ndarray, " n"]:
     """Return the optimal widths of n items with energies w, if an item costs one unit for each bit
-    and the sum is at most the budget."""
-    widths = np.zeros(len(energies), np.int64)
-    gain = -np.diff(ERRORS)
-    heap = [(-energy * gain[0], item) for item, energy in enumerate(energies)]
+    and the sum is at most the budget. No item has fewer than `least` bits.
+
+    errors: D(b) for b = 0 .. 8, convex.
+    """
+    widths = np.full(len(energies), least, np.int64)
+    gain = -np.diff(errors)
+    heap = [(-energy * gain[least], item) for item, energy in enumerate(energies)]
     heapq.heapify(heap)
-    for _ in range(min(budget, MOST * len(energies))):
+    for _ in range(min(budget, MOST * len(energies)) - least * len(energies)):
         _, item = heap[0]
         widths[item] += 1
         if widths[item] == MOST:
@@ -41,13 +49,19 @@ def allocate(energies: Float[np.ndarray, " n"], budget: int) -> Int[np.ndarray, 
     return widths
 
 
-def expected_error(energies: Float[np.ndarray, " n"], widths: Sequence[int]) -> float:
+def expected_error(
+    energies: Float[np.ndarray, " n"], widths: Sequence[int], errors: Sequence[float] = ERRORS
+) -> float:
     """Return sum_i w_i D(b_i)."""
-    return float(energies @ np.asarray(ERRORS)[list(widths)])
+    return float(energies @ np.asarray(errors)[list(widths)])
 
 
 def layer_widths(
-    energies: Sequence[Sequence[Float[np.ndarray, " n"]]], budgets: Sequence[int], profiles: int
+    energies: Sequence[Sequence[Float[np.ndarray, " n"]]],
+    budgets: Sequence[int],
+    profiles: int,
+    errors: Sequence[float] = ERRORS,
+    least: int = 0,
 ) -> list[list[tuple[int, ...]]]:
     """Return widths for each layer and each of its sides, from the energies of their items.
 
@@ -57,19 +71,25 @@ def layer_widths(
     """
     optima = [
         [
-            tuple(map(int, allocate(side, budget)))
+            tuple(map(int, allocate(side, budget, errors, least)))
             for side, budget in zip(sides, budgets, strict=True)
         ]
         for sides in energies
     ]
     candidates = list(dict.fromkeys(map(tuple, optima)))
     # [layers, candidates, sides]
-    errors = np.array(
-        [[list(map(expected_error, sides, one)) for one in candidates] for sides in energies]
+    costs = np.array(
+        [
+            [
+                [expected_error(*side, errors) for side in zip(sides, one, strict=True)]
+                for one in candidates
+            ]
+            for sides in energies
+        ]
     )
-    excess = (errors / errors.min(axis=1, keepdims=True)).sum(axis=-1)
+    excess = (costs / costs.min(axis=1, keepdims=True)).sum(axis=-1)
     chosen: list[int] = []
     while len(chosen) < min(profiles, len(candidates)):
         so_far = excess[:, chosen].min(axis=1, initial=np.inf)
         chosen.append(int(np.minimum(excess, so_far[:, None]).sum(axis=0).argmin()))
-    return [list(candidates[chosen[int(costs.argmin())]]) for costs in excess[:, chosen]]
+    return [list(candidates[chosen[int(row.argmin())]]) for row in excess[:, chosen]]

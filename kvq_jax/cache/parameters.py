@@ -21,6 +21,7 @@ from jaxtyping import Float
 from kvq_jax.cache.cache import CacheDims, dims_of, plans
 from kvq_jax.cache.spec import CacheSpec, parse
 from kvq_jax.codecs.codec import Codec, Side
+from kvq_jax.codecs.learning import QueryMoments
 from kvq_jax.layer.plan import LayerPlan, by_side
 from kvq_jax.types.array_types import ArraySpec, Axis, LayerWeights, ModelDims, Tree
 
@@ -84,6 +85,7 @@ def calibrate_layer(
     layer: int,
     rows: Mapping[Side, ArrayLike],
     gradients: Mapping[Side, ArrayLike],
+    queries: ArrayLike | None = None,
 ) -> dict[Side, dict[str, np.ndarray]]:
     """Return the parameters of one layer that the method learns from the tokens of a text.
 
@@ -100,6 +102,7 @@ def calibrate_layer(
         gradients: "k" and "v" [B, K, T, H], the gradients of the model's mean loss with respect to
             `rows`, which weight elements (KVQuant's Fisher information). Pass ones if they are not
             known: then all elements weigh the same but for their scale.
+        queries: [B, N, T, H] after RoPE, for methods that are fitted to them (Block-GTQ).
 
     Returns:
         {"k": {name: array}, "v": {...}}, without sides that need no parameters.
@@ -110,11 +113,20 @@ def calibrate_layer(
     """
     spec, sizes = parse(spec), dims_of(dims)
     plan, sizes, calibrated = parameter_plans(spec, sizes)[layer], sizes.at(layer), {}
+    moments = None if queries is None else _query_moments(queries, sizes)
     sides: tuple[tuple[Side, Codec], ...] = (("k", plan.k), ("v", plan.v))
     for side, codec in sides:
         learning = codec.learning
         if learning.brought or not learning.parameters(sizes.num_key_value_heads):
             continue
+        if learning.fit_to_layer:
+            raise ValueError(
+                f"{str(spec)!r} is fitted to whole sequences: kvq_models.calibrate does so"
+            )
+        if learning.fit_to_queries and moments is None:
+            raise ValueError(
+                f"{str(spec)!r} is fitted to the queries of layer {layer}: give queries="
+            )
         if side not in rows or side not in gradients:
             raise ValueError(
                 f"{str(spec)!r} is calibrated on {side} of layer {layer}: give rows[{side!r}] and"
@@ -127,7 +139,7 @@ def calibrate_layer(
                 f"rows[{side!r}] and gradients[{side!r}] have {len(tokens)} and {len(slopes)}"
                 " tokens"
             )
-        calibrated[side] = codec.learning.calibrate(tokens, slopes)
+        calibrated[side] = learning.calibrate(tokens, slopes, moments)
     return calibrated
 
 
@@ -256,3 +268,16 @@ def _token_rows(rows: ArrayLike, dims: CacheDims, name: str) -> Float[np.ndarray
             f" {list(shape)}"
         )
     return np.moveaxis(np.asarray(rows, np.float32), 1, 2).reshape(-1, shape[1], shape[3])
+
+
+def _query_moments(queries: ArrayLike, dims: CacheDims) -> QueryMoments:
+    """Return E q q^T over all tokens of all sequences and the query heads of each KV head."""
+    shape, heads = np.shape(queries), dims.num_key_value_heads
+    if len(shape) != 4 or (shape[1], shape[3]) != (dims.num_attention_heads, dims.head_dim):
+        raise ValueError(
+            f"queries must be [B, {dims.num_attention_heads}, T, {dims.head_dim}], got shape"
+            f" {list(shape)}"
+        )
+    q = np.asarray(queries, np.float32).reshape(shape[0], heads, -1, shape[3])
+    q = np.moveaxis(q, 1, 0).reshape(heads, -1, shape[3])
+    return np.swapaxes(q, 1, 2) @ q / q.shape[1]

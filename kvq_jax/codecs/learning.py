@@ -14,6 +14,36 @@ Fit = Callable[
     [Float[np.ndarray, "tokens K H"], Float[np.ndarray, "tokens K H"]],
     dict[str, Shaped[np.ndarray, "..."]],
 ]
+# E q q^T of the queries after RoPE that read a KV head
+QueryMoments = Float[np.ndarray, "K H H"]
+FitToQueries = Callable[
+    [Float[np.ndarray, "tokens K H"], Float[np.ndarray, "tokens K H"], QueryMoments],
+    dict[str, Shaped[np.ndarray, "..."]],
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerTrace:
+    """Sequences of S texts through one layer, fp32, for fits that follow attention to its output.
+
+    keys, values: [S, T, K, H], keys after RoPE.
+    queries: [S, W, N, H], of the last W tokens, after RoPE.
+    moments: [K, H, H], E q q^T of all queries that read a KV head.
+    output: [N * H, D], o_proj's weights.
+    scale: the factor of the scores.
+    sink: the tokens at the front that a cache keeps in full precision.
+    """
+
+    keys: Float[np.ndarray, "S T K H"]
+    values: Float[np.ndarray, "S T K H"]
+    queries: Float[np.ndarray, "S W N H"]
+    moments: QueryMoments
+    output: Float[np.ndarray, "NH D"]
+    scale: float
+    sink: int
+
+
+FitToLayer = Callable[[LayerTrace], dict[str, Shaped[np.ndarray, "..."]]]
 FOR_KERNELS = "kernel_"  # begins the name of a parameter in the dtype that GPU kernels compute with
 
 
@@ -27,6 +57,10 @@ class Learning:
 
     parameters: K -> the calibrated arrays, by name.
     fit: (rows, gradients of the mean loss with respect to them) -> these arrays, in NumPy.
+    fit_to_queries: the same, with the second moment of the queries that read each KV head as a
+        third argument. None if it is not needed.
+    fit_to_layer: makes the arrays from both sides of a layer, its queries and its output
+        projection, in place of `fit`.
     before_rope: the rows that `fit` takes are keys before RoPE.
     bias: (params, H) -> the constant [K, H] fp32 that is subtracted from keys before they are
         cached, or None.
@@ -43,6 +77,8 @@ class Learning:
 
     parameters: Callable[[int], dict[str, ArraySpec]] = _none
     fit: Fit | None = None
+    fit_to_queries: FitToQueries | None = None
+    fit_to_layer: FitToLayer | None = None
     before_rope: bool = False
     bias: Callable[[Tree, int], Float[Array, "K H"]] | None = None
     narrowed: tuple[tuple[str, str], ...] = ()
@@ -51,10 +87,18 @@ class Learning:
     key: str = ""
 
     def calibrate(
-        self, rows: Float[np.ndarray, "tokens K H"], gradients: Float[np.ndarray, "tokens K H"]
+        self,
+        rows: Float[np.ndarray, "tokens K H"],
+        gradients: Float[np.ndarray, "tokens K H"],
+        moments: QueryMoments | None = None,
     ) -> dict[str, Shaped[np.ndarray, "..."]]:
         """Return the calibrated arrays. Raises ValueError, in one line, if the rows do not
-        determine them, and NotImplementedError if there is nothing to calibrate."""
+        determine them, or if the fit needs the queries' moments and there are none, and
+        NotImplementedError if there is nothing to calibrate."""
+        if self.fit_to_queries is not None:
+            if moments is None:
+                raise ValueError("this method is fitted to queries, and none were recorded")
+            return self.fit_to_queries(rows, gradients, moments)
         if self.fit is None:
             raise NotImplementedError("this codec takes no calibration")
         return self.fit(rows, gradients)

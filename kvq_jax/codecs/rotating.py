@@ -22,7 +22,7 @@ from kvq_jax.arrays.rotations import rotation, turn, turn_back
 from kvq_jax.arrays.uniform import finite_rows
 from kvq_jax.codecs.codec import Codec, TokensAt
 from kvq_jax.codecs.kernels import Kernels, by_xla, unserved
-from kvq_jax.codecs.learning import Learning
+from kvq_jax.codecs.learning import Learning, QueryMoments
 from kvq_jax.codecs.prompt_statistics import Statistics
 from kvq_jax.codecs.wrapper import Wrapper
 from kvq_jax.types.array_types import CachedRows, LayerInputs, Tree
@@ -82,6 +82,7 @@ class Rotating(Wrapper):
         return dataclasses.replace(
             learning,
             fit=self._fit if learning.fit else None,
+            fit_to_queries=self._fit_to_queries if learning.fit_to_queries else None,
             key=f"{learning.key},{OPTION}" if learning.key else "",
         )
 
@@ -110,6 +111,15 @@ class Rotating(Wrapper):
         arrays = {name: array for name in names if (array := getattr(inputs, name)) is not None}
         turned = {name: _turned(array) for name, array in arrays.items()}
         return self.inner.statistics.of(params, dataclasses.replace(inputs, **turned))
+
+    def _fit_to_queries(
+        self,
+        rows: Float[np.ndarray, "tokens K H"],
+        gradients: Float[np.ndarray, "tokens K H"],
+        moments: QueryMoments,
+    ) -> dict[str, Shaped[np.ndarray, "..."]]:
+        r = rotation(rows.shape[-1])
+        return self.inner.learning.calibrate(rows @ r.T, gradients @ r.T, r @ moments @ r.T)
 
     def _fit(
         self, rows: Float[np.ndarray, "tokens K H"], gradients: Float[np.ndarray, "tokens K H"]

@@ -24,6 +24,7 @@ from kvq_jax.cache.cache import CacheDims
 from kvq_jax.cache.update import append_layer, decode_layer, prefill_layer
 from kvq_jax.codecs.bias_subtracting import BiasSubtracting
 from kvq_jax.codecs.codec import Codec
+from kvq_jax.codecs.learning import LayerTrace
 from kvq_jax.layer.plan import LayerPlan, LayerState
 from kvq_jax.types.array_types import LayerWeights
 from kvq_jax.types.rope import rotate
@@ -241,13 +242,25 @@ def parameters_of(plan: LayerPlan) -> Any:
         rows = np.moveaxis(np.asarray(codec.rows(own, whole)), 1, 2)[:, 5:].reshape(
             -1, plan.heads, plan.head_dim
         )
-        found = codec.learning.calibrate(
-            rows, np.random.default_rng(99).normal(size=rows.shape).astype(np.float32)
-        )
+        slopes = np.random.default_rng(99).normal(size=rows.shape).astype(np.float32)
+        q = np.moveaxis(text.q.reshape(2, plan.heads, -1, plan.head_dim), 1, 0)
+        moments = np.einsum("kbrh,kbre->khe", q, q) / (q.shape[1] * q.shape[2])
+        if codec.learning.fit_to_layer:
+            found = codec.learning.fit_to_layer(_trace(text, moments))
+        else:
+            found = codec.learning.calibrate(rows, slopes, moments)
         return (own or {}) | {name: jnp.asarray(array) for name, array in found.items()}
 
     pair = of(plan.k, made[0]), of(plan.v, made[1])
     return pair if any(pair) else ()
+
+
+def _trace(text: Sequences, moments: np.ndarray) -> LayerTrace:
+    """Return whole sequences, and an output projection that mixes all heads."""
+    k, v, q = (np.moveaxis(np.asarray(a), 1, 2) for a in (text.k_rot, text.v, text.q))
+    heads, width = q.shape[2:]
+    output = np.random.default_rng(98).normal(size=(heads * width, 32)).astype(np.float32)
+    return LayerTrace(k, v, q[:, -16:], moments, output, width**-0.5, sink=5)
 
 
 def boundary_lengths(plan: LayerPlan) -> np.ndarray:

@@ -59,6 +59,8 @@ SPECS = (
     "k=polarquant:group_size=16+v=waterfill:bits=3+cache:sink=2,recent=3,block=16",
     "k=kvarn:group_size=16+v=oscar_omni:group_size=16+cache:sink=2,recent=3,block=16",
     "oscar_spectral:sink=2,recent=3,block=16",
+    "optr:steps=1,sink=2,recent=3,block=16",
+    "k=block_gtq+v=pq:code_bits=6,group_size=4+cache:sink=2,recent=3,block=16",
     # groups of values span heads
     "k=squat:rank=3,lam=0.01+v=nf4:group_size=64+cache:recent=12,block=16",
     "k=squat_pre:rank=6,rotate=true+v=nvfp4+cache:sink=2,recent=5,block=16,subtract_bias=true",
@@ -69,7 +71,13 @@ USUAL = (
     *(KIVI, INNERQ, CROSS_LAYER),
     *(spec for spec in SPECS if any(name in spec for name in ("kvquant", "zipcache", "squat"))),
 )
-PRODUCTS = ("xquant", "squat", "rotate", "kvarn")  # where a matrix product makes what is stored
+PRODUCTS = (
+    "xquant",
+    "squat",
+    "rotate",
+    "kvarn",
+    "block_gtq",
+)  # where a matrix product makes what is stored
 
 
 def specs() -> pytest.MarkDecorator:

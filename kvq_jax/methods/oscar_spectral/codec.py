@@ -98,16 +98,21 @@ class SpectralCodec(GroupedCodec):
 
 
 def spectral_turn(seen: Rows) -> Float[np.ndarray, "K H H"]:
-    """Return U M for each head: the eigenvectors U of E x x^T, by falling eigenvalue, and a
+    """Return the rotation of `turn_of_moment` for E x x^T of these vectors."""
+    x = np.moveaxis(seen.astype(np.float64), 1, 0)
+    return turn_of_moment(np.swapaxes(x, 1, 2) @ x / x.shape[1])
+
+
+def turn_of_moment(moment: Float[np.ndarray, "K H H"]) -> Float[np.ndarray, "K H H"]:
+    """Return U M for each head: the eigenvectors U of a second moment, by falling eigenvalue, and a
     Hadamard matrix M, which mixes them evenly.
 
-    A column of U has its largest entry positive, so equal vectors give equal matrices.
+    A column of U has its largest entry positive, so equal moments give equal matrices.
     """
-    x = np.moveaxis(seen.astype(np.float64), 1, 0)
-    _, basis = np.linalg.eigh(np.swapaxes(x, 1, 2) @ x / x.shape[1])
+    _, basis = np.linalg.eigh(moment)
     basis = basis[:, :, ::-1]
     largest = np.take_along_axis(basis, np.abs(basis).argmax(axis=1)[:, None], axis=1)
-    return (np.where(largest < 0, -basis, basis) @ rotation(x.shape[-1]).T).astype(np.float32)
+    return (np.where(largest < 0, -basis, basis) @ rotation(moment.shape[-1]).T).astype(np.float32)
 
 
 def turn_of(params: Tree) -> Float[Array, "K H H"]:

@@ -1,8 +1,11 @@
-"""The keys and values of one sample, and the gradients of its loss with respect to them.
+"""The keys and values of one sample, the gradients of its loss with respect to them, and the second
+moments of its queries.
 
     k_l' = k_l + dk_l,  v_l' = v_l + dv_l         k before RoPE; the perturbations dk, dv are zero
     rows       k_l, v_l                           of every layer, from the exact forward pass
     gradients  d loss / d dk_l,  d loss / d dv_l  loss = -sum_t log p(y_t | x_<=t)
+    moments    E q q^T for each KV head           q after RoPE, of all query heads that read it
+    last       q of the last LAST_QUERIES tokens
 
 The backward pass goes layer by layer and recomputes each layer from its input. Besides the weights
 and the layers' inputs, only one layer's activations exist at a time. Equal layers are compiled
@@ -13,32 +16,35 @@ would be of the order of 1e-7, at the end of that format's range.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
-from kvq_jax.codecs.codec import Side, side_rows
-from kvq_jax.types.array_types import PositionsBT, RowsBKTH, ValidBT
+from kvq_jax.codecs.codec import side_rows
+from kvq_jax.types.array_types import PositionsBT, QueryBNTH, RowsBKTH, ValidBT
 from kvq_jax.types.rope import rotate
 from kvq_models.llama.model import HiddenBTD, Layer, Llama, causal_attention
 from kvq_models.llama.rope import Ropes, ropes_for
 
 LOSS_CHUNK = 256  # tokens whose logits exist at a time, at most
 LOSS_LOGITS = 1 << 25  # logits that exist at a time, at most; a gradient takes 16 bytes for each
+LAST_QUERIES = 64  # of a sample, whose queries are recorded one by one
 
 RowsTKH = Shaped[np.ndarray, "T K H"]
 
 
 class Recorded(NamedTuple):
-    """One array of one side of one layer, [T, K, H] in the model's dtype. `what` says which one."""
+    """One array of one side of one layer: "rows" or "gradients" of "k" or "v", [T, K, H] in the
+    model's dtype, or "moments" [K, H, H] fp32 or "last" [W, N, H] of "q"."""
 
     layer: int
-    side: Side
-    what: str  # "rows" or "gradients"
-    array: RowsTKH
+    side: Literal["k", "v", "q"]
+    what: str
+    array: RowsTKH | Float[np.ndarray, "K H H"] | Shaped[np.ndarray, "W N H"]
 
 
 class _Scene(NamedTuple):
@@ -51,9 +57,9 @@ class _Scene(NamedTuple):
 
 def perturbed_layer(
     layer: Layer, hidden_BTD: HiddenBTD, dk_BKTH: RowsBKTH, dv_BKTH: RowsBKTH, scene: _Scene
-) -> tuple[HiddenBTD, tuple[RowsBKTH, RowsBKTH]]:
+) -> tuple[HiddenBTD, tuple[RowsBKTH, RowsBKTH], QueryBNTH]:
     """Run `layer_forward` with perturbations added to the keys before RoPE and to the values.
-    Return the output and the unperturbed keys and values."""
+    Return the output, the unperturbed keys and values, and the queries."""
     inputs = layer.attention_inputs(hidden_BTD, scene.positions, scene.valid, scene.rope)
     k_BKTH, v_BKTH = side_rows(inputs, "k", pre_rope=True), inputs.v
     k_rot_BKTH = rotate(k_BKTH + dk_BKTH, scene.positions, layer.rope(scene.rope))
@@ -65,15 +71,21 @@ def perturbed_layer(
         layer.attention,
         layer.sink_logits(),
     )
-    return layer.finish(hidden_BTD, attention_BNTH), (k_BKTH, v_BKTH)
+    return layer.finish(hidden_BTD, attention_BNTH), (k_BKTH, v_BKTH), inputs.q_rot
 
 
 @jax.jit
 def _forward(
     layer: Layer, hidden_BTD: HiddenBTD, zeros_BKTH: RowsBKTH, scene: _Scene
-) -> tuple[HiddenBTD, tuple[Array, Array]]:
-    hidden_BTD, rows = perturbed_layer(layer, hidden_BTD, zeros_BKTH, zeros_BKTH, scene)
-    return hidden_BTD, _by_token(rows)
+) -> tuple[HiddenBTD, tuple[Array, Array], tuple[Array, Array]]:
+    """Return a layer's output, its keys and values, and the moments of its queries and the last of
+    them."""
+    hidden_BTD, rows, q_BNTH = perturbed_layer(layer, hidden_BTD, zeros_BKTH, zeros_BKTH, scene)
+    _, heads, _, width = zeros_BKTH.shape
+    q = q_BNTH.astype(jnp.float32).reshape(heads, -1, width)  # the query heads of a KV head
+    moments = jnp.einsum("krh,kre->khe", q, q, precision=lax.Precision.HIGHEST) / q.shape[1]
+    last_WNH = jnp.swapaxes(q_BNTH[0, :, -LAST_QUERIES:], 0, 1)
+    return hidden_BTD, _by_token(rows), (moments, last_WNH)
 
 
 @jax.jit
@@ -136,7 +148,8 @@ def record(
 
     Args:
         window: [T + 1] token ids. The first T are the inputs, at positions 0 to T - 1.
-        write: receives the rows of every layer, then the gradients of the sum of the T losses.
+        write: receives the rows, the queries' moments and the last queries of every layer, then
+            the gradients of the sum of the T losses.
 
     Raises ValueError, naming the first layer and side with rows or gradients that are not finite.
     Discard what was written before.
@@ -156,9 +169,11 @@ def record(
     inputs = []
     for index, layer in enumerate(llama.layers):
         inputs.append(hidden_BTD)
-        hidden_BTD, rows = _forward(layer, hidden_BTD, zeros_BKTH, scene)
+        hidden_BTD, rows, (moments, last_WNH) = _forward(layer, hidden_BTD, zeros_BKTH, scene)
         for recorded in _sides(index, "rows", rows):
             write(recorded)
+        write(Recorded(index, "q", "moments", np.asarray(moments)))
+        write(Recorded(index, "q", "last", np.asarray(last_WNH)))
 
     loss, cotangent_BTD = gradient_of_the_loss(llama, hidden_BTD, tokens_BT[:, 1:])
     for index, layer in reversed(list(enumerate(llama.layers))):

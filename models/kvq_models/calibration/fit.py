@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, Shaped
 from kvq_jax.cache.cache import dims_of
 from kvq_jax.cache.spec import CacheSpec, parse
 from kvq_jax.codecs.codec import Codec
+from kvq_jax.codecs.learning import LayerTrace
 from kvq_jax.types.array_types import Integers
 from kvq_jax.types.rope import Rope, rotate
 from kvq_models.calibration import samples as text_samples
@@ -97,7 +98,7 @@ def calibrate(
             bias, turn = subtracted_bias(need.codec, layer), layer.rope(ropes)
             tensors |= {
                 f"{name}.{parameter}": array
-                for parameter, array in _fitted(store, need, spec.sink, turn, bias).items()
+                for parameter, array in _fitted(store, need, spec.sink, turn, bias, layer).items()
             }
     origin = Origin(
         text, identity.tokens_sha256, samples, length, seed, dtype, float(np.mean(store.losses))
@@ -135,7 +136,12 @@ def subtracted_bias(codec: Codec, layer: Layer) -> Float[Array, "K H"] | None:
 
 
 def _fitted(
-    store: Store, need: Need, sink: int, rope: Rope, bias: Float[Array, "K H"] | None
+    store: Store,
+    need: Need,
+    sink: int,
+    rope: Rope,
+    bias: Float[Array, "K H"] | None,
+    layer: Layer,
 ) -> dict[str, np.ndarray]:
     """Return the parameters of one side of one layer, kept by an earlier call or fitted now."""
     options = f"{need.options} without the first {sink} tokens"
@@ -143,7 +149,14 @@ def _fitted(
     if kept is not None and _agree(kept, need):
         return kept
     try:
-        parameters = need.codec.learning.calibrate(*_rows(store, need, sink, rope, bias))
+        learning = need.codec.learning
+        if learning.fit_to_layer:
+            if bias is not None:
+                raise ValueError("this method takes no subtract_bias: leave it out")
+            parameters = learning.fit_to_layer(_trace(store, need.layer, sink, rope, layer))
+        else:
+            moments = store.query_moments(need.layer) if learning.fit_to_queries else None
+            parameters = learning.calibrate(*_rows(store, need, sink, rope, bias), moments)
     except ValueError as error:
         raise ValueError(f"layer {need.layer}, {need.side}: {error}") from error
     assert _agree(parameters, need), (
@@ -184,6 +197,21 @@ def _rows(
             row, gradient = _rotated(row, rope), _rotated(gradient, _inverted(rope))
         rows[index], gradients[index] = row[sink:].astype(jnp.float32), gradient[sink:]
     return rows.reshape(-1, heads, head_dim), gradients.reshape(-1, heads, head_dim)
+
+
+def _trace(store: Store, index: int, sink: int, rope: Rope, layer: Layer) -> LayerTrace:
+    """Return what the samples recorded of a layer, whole sequences."""
+    keys = [_rotated(jnp.asarray(sample), rope) for sample in store.read(index, "k")[0]]
+    scale = layer.attention.scale
+    return LayerTrace(
+        keys=np.stack(keys).astype(np.float32),
+        values=store.read(index, "v")[0].astype(np.float32),
+        queries=store.last_queries(index).astype(np.float32),
+        moments=store.query_moments(index),
+        output=np.asarray(layer.o_proj.kernel[...], np.float32),
+        scale=layer.config.head_dim**-0.5 if scale is None else scale,
+        sink=sink,
+    )
 
 
 def _inverted(rope: Rope) -> Rope:

@@ -7,6 +7,8 @@ fitted so far.
     k.rows, k.gradients,  [layers, samples, length, K, H] in the model's dtype, which is all the
     v.rows, v.gradients   precision that the forward and the backward pass have; gradients of the
                           sum of a sample's losses
+    q.moments             [layers, samples, K, H, H] fp32: E q q^T of each sample's queries
+    q.last                [layers, samples, LAST_QUERIES, N, H]: the last queries, after RoPE
     fitted/*.safetensors  one for each layer, side and set of options, with a checksum
 
 Each layer and side is contiguous in its files, so fitting it reads nothing else. A sample counts
@@ -33,17 +35,19 @@ from typing import Any, BinaryIO, NamedTuple, TypeAlias
 import filelock
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float
 from safetensors import SafetensorError, safe_open
 
 from kvq_jax.cache.cache import CacheDims
 from kvq_jax.codecs.codec import Side
 from kvq_jax.files.checksum import NoChecksum, read_tensors, save_tensors, sha256_of
 from kvq_jax.files.whole import UNFINISHED, delete_directory, remove_unfinished, replacing
-from kvq_models.calibration.activations import Recorded, RowsTKH
+from kvq_models.calibration.activations import LAST_QUERIES, Recorded
 
 FORMAT = "kvq-calibration-work-1"
 LOCK, STATE, FITTED = "lock", "state.json", "fitted"
 FILES = ("k.rows", "k.gradients", "v.rows", "v.gradients")
+MOMENTS, LAST = "q.moments", "q.last"  # older versions did not record them
 DIGESTS, CHECKSUM = "sha256_of_arrays", "sha256"  # fields of state.json
 GIB = 2**30
 ATTEMPTS = 10  # to lock a directory that others delete at the same time
@@ -73,14 +77,15 @@ class Store:
         self.losses: list[float] = []
         # of each complete sample; None for one of an older version
         self._digests: list[Digests | None] = []
-        self._shape = (
-            dims.num_hidden_layers,
-            identity.samples,
-            identity.length,
-            dims.num_key_value_heads,
-            dims.head_dim,
-        )
-        self._dtype = jnp.dtype(identity.dtype)
+        dtype, heads, width = jnp.dtype(identity.dtype), dims.num_key_value_heads, dims.head_dim
+        last = min(LAST_QUERIES, identity.length)
+        self._runs = dims.num_hidden_layers, identity.samples
+        # of one sample of one layer, by file
+        self._arrays: dict[str, tuple[tuple[int, ...], np.dtype]] = {
+            **{name: ((identity.length, heads, width), dtype) for name in FILES},
+            MOMENTS: ((heads, width, width), np.dtype(np.float32)),
+            LAST: ((last, dims.num_attention_heads, width), dtype),
+        }
         self._lock = _lock(directory)
 
     def __enter__(self) -> Store:
@@ -111,8 +116,10 @@ class Store:
     def sample(self) -> Iterator[SampleWriter]:
         """Write the next sample. It is complete when the block ends without an exception."""
         with ExitStack() as stack:
-            files = {name: stack.enter_context(_opened(self.directory / name)) for name in FILES}
-            writer = SampleWriter(files, self._shape, len(self.losses))
+            files = {
+                name: stack.enter_context(_opened(self.directory / name)) for name in self._arrays
+            }
+            writer = SampleWriter(files, self._runs, len(self.losses))
             yield writer
             for file in files.values():
                 file.flush()
@@ -129,6 +136,22 @@ class Store:
         Raises ValueError, in one line, if they are not what was recorded.
         """
         return self._recorded(f"{side}.rows", layer), self._recorded(f"{side}.gradients", layer)
+
+    def query_moments(self, layer: int) -> Float[np.ndarray, "K H H"]:
+        """Return E q q^T over the queries of all samples that read each KV head of a layer.
+
+        Raises ValueError, in one line, if a sample has none, or they are not what was recorded.
+        """
+        self._check_queries()
+        return self._recorded(MOMENTS, layer).mean(axis=0, dtype=np.float64).astype(np.float32)
+
+    def last_queries(self, layer: int) -> Float[np.ndarray, "samples W N H"]:
+        """Return the last queries of each sample of a layer, mapped from their file.
+
+        Raises ValueError as `query_moments` does.
+        """
+        self._check_queries()
+        return self._recorded(LAST, layer)
 
     def fitted(self, layer: int, side: Side, options: str) -> dict[str, np.ndarray] | None:
         """Return the parameters fitted for a layer and side with these options, or None if there
@@ -250,17 +273,26 @@ class Store:
             )
         return _State(identity, losses, fields[DIGESTS])
 
+    def _check_queries(self) -> None:
+        if any(digests is None or LAST not in digests for digests in self._digests):
+            raise ValueError(
+                f"the samples in {str(self.directory)!r} are of an older version, which recorded no"
+                " queries; delete it"
+            )
+
     def _recorded(self, name: str, layer: int) -> np.ndarray:
         """Return one layer of a file of arrays, memory-mapped, after verifying the checksums of its
         samples."""
         file = self.directory / name
-        size = int(np.prod(self._shape)) * self._dtype.itemsize
+        sample, dtype = self._arrays[name]
+        shape = *self._runs, *sample
+        size = int(np.prod(shape)) * dtype.itemsize
         if not file.is_file() or file.stat().st_size != size:
             raise ValueError(
                 f"{str(file)!r} is missing or does not have the {size} recorded bytes; delete"
                 f" {str(self.directory)!r}"
             )
-        recorded = np.memmap(file, self._dtype, "r", shape=self._shape)[layer]
+        recorded = np.memmap(file, dtype, "r", shape=shape)[layer]
         for sample, digests in enumerate(self._digests):
             if digests is not None and sha256_of(recorded[sample]) != digests[name][layer]:
                 raise ValueError(
@@ -271,14 +303,11 @@ class Store:
 
     def _check_disk(self) -> None:
         """Raise OSError if the remaining samples do not fit the disk."""
-        layers, samples, *sample = self._shape
-        need = (
-            len(FILES)
-            * layers
-            * (samples - len(self.losses))
-            * int(np.prod(sample))
-            * self._dtype.itemsize
+        layers, samples = self._runs
+        of_sample = sum(
+            int(np.prod(shape)) * dtype.itemsize for shape, dtype in self._arrays.values()
         )
+        need = layers * (samples - len(self.losses)) * of_sample
         existing = next(
             path for path in (self.directory, *self.directory.absolute().parents) if path.exists()
         )
@@ -315,17 +344,17 @@ class SampleWriter:
     """Writes one sample's arrays to their places in the files. Set `loss`, the sample's mean loss,
     at the end. `digests` has the sha256 of every array."""
 
-    def __init__(self, files: dict[str, BinaryIO], shape: tuple[int, ...], sample: int):
+    def __init__(self, files: dict[str, BinaryIO], runs: tuple[int, int], sample: int):
         self.loss: float | None = None
-        self.digests: Digests = {name: [""] * shape[0] for name in files}
-        self._files, self._shape, self._sample = files, shape, sample
+        self.digests: Digests = {name: [""] * runs[0] for name in files}
+        self._files, self._samples, self._sample = files, runs[1], sample
 
     def __call__(self, recorded: Recorded) -> None:
         name = f"{recorded.side}.{recorded.what}"
-        array: RowsTKH = np.ascontiguousarray(recorded.array)
+        array = np.ascontiguousarray(recorded.array)
         self.digests[name][recorded.layer] = sha256_of(array)
         file = self._files[name]
-        file.seek((recorded.layer * self._shape[1] + self._sample) * array.nbytes)
+        file.seek((recorded.layer * self._samples + self._sample) * array.nbytes)
         # written, not mapped: a full disk raises an error instead of killing the process
         file.write(array.reshape(-1).view(np.uint8).data)
 

@@ -1,0 +1,107 @@
+"""Block-GTQ's options. Equations and deviations: README.md beside this file."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import numpy as np
+
+from kvq_jax.arrays.reverse_water_filling import MOST, allocate, layer_widths
+from kvq_jax.arrays.run_array import RunFormat
+from kvq_jax.codecs.codec import Codec, Side
+from kvq_jax.methods.base import Method, PerLayer, Windows, at_layer, option, per_layer
+from kvq_jax.methods.block_gtq.codec import RateGroupsCodec
+from kvq_jax.methods.waterfill.widths import TEMPLATE_FALL, chunk_energies, read, written
+from kvq_jax.types.array_types import ModelDims
+
+ERRORS = tuple(4.0**-bits for bits in range(MOST + 1))  # the paper's law of TurboQuant's error
+LEAST = 1  # bits of a pair, as in the public code
+CHUNK = 4  # channels, two pairs: the levels of a group need three
+PROFILES = 4  # different widths in a model, at most (docs/decisions/calibration.md)
+V_BITS = tuple(range(MOST + 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockGTQ(Method):
+    """Keys with more bits for RoPE pairs in which queries and keys are large. Values as TurboQuant
+    has them.
+
+    Source: Liang, Zhang and Jia, RoPE-Aware Bit Allocation for KV-Cache Quantization, Algorithm 1
+    and its public code.
+    """
+
+    name: ClassVar[str] = "block_gtq"
+    summary: ClassVar[str] = (
+        "bits shared out over RoPE pairs by the energy of queries and keys, groups of one width as"
+        " turboquant (needs kvq calibrate)"
+    )
+    source: ClassVar[str] = "Block-GTQ (Liang et al. 2026), arXiv:2606.24033"
+    declines: ClassVar[frozenset[str]] = frozenset({"rotate"})  # it always does
+
+    bits: float = option(3.0, "mean bits of a key's codes, without norms")
+    v_bits: int | PerLayer = option(
+        0, "bits of a value's codes (0: bits, rounded down)", choices=V_BITS, per_layer=True
+    )
+    k_widths: int | PerLayer = option(
+        0,
+        "bits of a head's sorted key channels, a digit for each 4, such as 8643222211111111 (0: by"
+        " bits)",
+        per_layer=True,
+    )
+    scale_dtype: str = option(
+        "float16", "dtype of norms", choices=("float16", "bfloat16", "float32")
+    )
+
+    def windows(self) -> Windows:
+        return Windows(sink=0, recent=0, block=32)
+
+    def fitted(
+        self, calibrated: Mapping[Side, Sequence[Mapping[str, np.ndarray]]], dims: ModelDims
+    ) -> Method:
+        """Return the method with widths of keys for each layer, by its energies."""
+        if self.k_widths or "k" not in calibrated:
+            return self
+        count = self._chunks(dims.head_dim)
+        layers = [layer for layer, one in enumerate(calibrated["k"]) if one]
+        energies = [[chunk_energies(calibrated["k"][i]["energies"], count)] for i in layers]
+        chosen = layer_widths(energies, [self._budget(count)], PROFILES, ERRORS, LEAST)
+        # Layers without parameters stay in full precision, whatever their widths.
+        known = {i: written(widths) for i, [widths] in zip(layers, chosen, strict=True)}
+        filled = [known.get(i, known[layers[0]]) for i in range(len(calibrated["k"]))]
+        return dataclasses.replace(self, k_widths=per_layer(filled))
+
+    def codec(self, side: Side, layer: int, dims: ModelDims, block: int, dtype: str) -> Codec:
+        if side == "k":
+            widths = self._widths(layer, dims.head_dim)
+        else:
+            widths = (at_layer(self.v_bits, layer) or math.floor(self.bits),)
+        format = RunFormat(dims.head_dim, block, widths)
+        return RateGroupsCodec(side, format, self.scale_dtype, ordered=side == "k")
+
+    def _widths(self, layer: int, head_dim: int) -> tuple[int, ...]:
+        count = self._chunks(head_dim)
+        if not (number := at_layer(self.k_widths, layer)):
+            energies = 4.0 ** (-TEMPLATE_FALL * (np.arange(count) + 0.5) / count)
+            return tuple(map(int, allocate(energies, self._budget(count), ERRORS, LEAST)))
+        widths = read("k_widths", number, head_dim)
+        if widths[-1] < LEAST or head_dim < CHUNK * len(widths):
+            raise ValueError(
+                f"k_widths={number}: a digit stands for {CHUNK} channels or more, and each has at"
+                f" least {LEAST} bit"
+            )
+        return widths
+
+    def _budget(self, count: int) -> int:
+        """Return the bits of all chunks together."""
+        if not LEAST <= self.bits <= MOST:
+            raise ValueError(f"bits={self.bits:g}: between {LEAST} and {MOST} can be stored")
+        return math.floor(count * self.bits + 1e-6)
+
+    @staticmethod
+    def _chunks(head_dim: int) -> int:
+        if head_dim % CHUNK:
+            raise ValueError(f"head_dim {head_dim} is no multiple of {CHUNK}")
+        return head_dim // CHUNK
