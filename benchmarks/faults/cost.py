@@ -131,7 +131,7 @@ def page(report: CostReport, file: pathlib.Path) -> str:
         f" {report.turns} layers in {len(report.step_ms)} steps, between which the other"
         f" measurements took their time: all layers once in {steps:.0f} steps. When a slot is"
         " filled, it takes over the sums of its row, made after the prompt's last chunk. Before an"
-        " answer ends, all layers are compared once."
+        " answer ends, all layers of its row are compared once."
     )
     return "\n\n".join([*head(report, file, said), table(("", "ms", "of a step"), lines), bound])
 

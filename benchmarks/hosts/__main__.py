@@ -37,8 +37,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=(__doc__ or "").partition("\n\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    sizes = dict(type=int, nargs="+", default=(2048, 4096), metavar="S")
-    parser.add_argument("--tokens", **sizes, help="lengths of timed caches, powers of two")
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        nargs="+",
+        default=(2048, 4096),
+        metavar="S",
+        help="lengths of timed caches, powers of two",
+    )
     parser.add_argument("--rounds", type=int, default=21, metavar="N", help="timed steps")
     parser.add_argument("--only", nargs="+", choices=MODULES, default=tuple(MODULES), metavar="H")
     parser.add_argument("--json", metavar="F", help="write the report")

@@ -41,7 +41,7 @@ def qwen() -> modeling.Qwen3:
     config = modeling.ModelConfig(**sizes, **heads, **rope, **options)
     model = modeling.Qwen3(config, rngs=nnx.Rngs(0))
     for layer in model.layers:
-        layer.attn.q_norm.scale.set_value(3 * layer.attn.q_norm.scale[...])
+        layer.attn.q_norm.scale.set_value(1.5 * layer.attn.q_norm.scale[...])
     return model
 
 

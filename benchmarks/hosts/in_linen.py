@@ -19,10 +19,12 @@ from kvq_hosts.linen import cached_attention
 
 def attention_of(module: nn.Module, plan: kvq.cache.CachePlan, tokens: int) -> nn.Module:
     attend = cached_attention(module, plan, prefill=tokens > 1)
-    return nn.MultiHeadDotProductAttention(HEADS, **SIZES, attention_fn=attend, name="attention")
+    return nn.MultiHeadDotProductAttention(
+        HEADS, qkv_features=FEATURES, attention_fn=attend, name="attention"
+    )
 
 
-SIZES = dict(qkv_features=HEADS * host.HEAD_DIM)
+FEATURES = HEADS * host.HEAD_DIM
 
 
 class Block(nn.Module):
@@ -34,7 +36,7 @@ class Block(nn.Module):
     def __call__(self, x: Array, _: Any) -> tuple[Array, None]:
         if self.plan is None:
             attention = nn.MultiHeadDotProductAttention(
-                HEADS, **SIZES, decode=True, name="attention"
+                HEADS, qkv_features=FEATURES, decode=True, name="attention"
             )
         else:
             attention = attention_of(self, self.plan, x.shape[1])
@@ -47,7 +49,7 @@ class Model(nn.Module):
 
     @nn.compact
     def __call__(self, tokens: Array) -> Array:
-        axes = {"params": 0, "cache": 0}
+        axes: Any = {"params": 0, "cache": 0}
         layers = nn.scan(Block, variable_axes=axes, split_rngs={"params": True}, length=LAYERS)
         x = nn.Embed(VOCAB, WIDTH)(tokens)
         x = layers(self.plan, name="layers")(x, None)[0]

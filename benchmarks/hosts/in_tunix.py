@@ -51,7 +51,7 @@ def llama() -> Any:
     model = llama3.Llama3(llama3.ModelConfig(**sizes), rngs=nnx.Rngs(0))
     for layer in model.layers:
         for projection in (layer.attn.q_proj, layer.attn.k_proj):
-            projection.w.set_value(40 * projection.w[...])
+            projection.w.set_value(4 * projection.w[...])
     return model
 
 

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, UInt32
+from jaxtyping import Array, Int, UInt32
 
 from kvq_jax.cache.cache import Cache, axes
 from kvq_jax.layer.regions import Regions
@@ -43,6 +43,10 @@ class Seal:
     lengths: np.ndarray
     sums: tuple[np.ndarray, ...]
 
+    def of(self, row: int) -> Seal:
+        """Return the seal of one sequence."""
+        return Seal(self.lengths[row, None], tuple(sums[row, None] for sums in self.sums))
+
 
 @dataclasses.dataclass(frozen=True)
 class Damage:
@@ -61,8 +65,9 @@ class Damage:
     parts: tuple[int, ...]
 
 
-def seal(cache: Cache, layers: Sequence[int] | None = None) -> Seals:
-    """Return the sums of these layers of a cache on one device, by default of all.
+def seal(cache: Cache, layers: Sequence[int] | None = None, row: int | None = None) -> Seals:
+    """Return the sums of these layers of a cache on one device, by default of all, or those of one
+    sequence alone.
 
     Raises NotImplementedError for a cache on a mesh.
     """
@@ -70,7 +75,7 @@ def seal(cache: Cache, layers: Sequence[int] | None = None) -> Seals:
         raise NotImplementedError("caches on a mesh cannot be verified; leave out placement")
     lengths = np.array(cache.lengths)
     chosen = range(len(cache.layers)) if layers is None else layers
-    return {layer: _sealed(cache, layer, lengths) for layer in chosen}
+    return {layer: _sealed(cache, layer, lengths, row) for layer in chosen}
 
 
 def verify(cache: Cache, seals: Seals) -> tuple[Damage, ...]:
@@ -174,15 +179,18 @@ def _covered(*described: Any) -> tuple[_Covered, ...]:
     return tuple(one for one in arrays if one.field != "body" or "tokens" in one.spec.names)
 
 
-def _sealed(cache: Cache, layer: int, lengths: np.ndarray) -> Seal:
+def _sealed(cache: Cache, layer: int, lengths: np.ndarray, row: int | None) -> Seal:
     arrays = _arrays(cache, layer)
     leaves = {
         jax.tree_util.keystr(path): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(cache.layers[layer])
     }
     chosen = tuple(leaves[one.path] for one in arrays)
-    sums = _sums(chosen, tuple(one.axes for one in arrays))
-    return Seal(lengths, tuple(np.asarray(one) for one in sums))
+    places = tuple(one.axes for one in arrays)
+    if row is None:
+        return Seal(lengths, tuple(map(np.asarray, _sums(chosen, places))))
+    of_row = _sums_of_row(chosen, places, np.int32(row))
+    return Seal(lengths[row, None], tuple(map(np.asarray, of_row)))
 
 
 @functools.partial(jax.jit, static_argnames="axes")
@@ -190,6 +198,17 @@ def _sums(
     arrays: tuple[Array, ...], axes: tuple[tuple[int, int | None], ...]
 ) -> tuple[UInt32[Array, "B parts"], ...]:
     return tuple(_sum(array, *places) for array, places in zip(arrays, axes, strict=True))
+
+
+@functools.partial(jax.jit, static_argnames="axes")
+def _sums_of_row(
+    arrays: tuple[Array, ...], axes: tuple[tuple[int, int | None], ...], row: Int[Array, ""]
+) -> tuple[UInt32[Array, "one parts"], ...]:
+    rows = (
+        lax.dynamic_slice_in_dim(array, row, 1, batch)
+        for array, (batch, _) in zip(arrays, axes, strict=True)
+    )
+    return tuple(_sum(array, *places) for array, places in zip(rows, axes, strict=True))
 
 
 def _sum(array: Array, batch: int, tokens: int | None) -> UInt32[Array, "B parts"]:

@@ -45,6 +45,10 @@ class PackedWeight:
     shape: tuple[int, ...]
 
     @property
+    def dtype(self) -> np.dtype:
+        raise NotImplementedError
+
+    @property
     def ndim(self) -> int:
         return len(self.shape)
 

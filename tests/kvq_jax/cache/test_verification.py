@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import kvq_jax as kvq
-from kvq_jax.cache.verification import _arrays
+from kvq_jax.cache.verification import _arrays, changes
 from tests.kvq_jax.cache_runs import LENGTHS, filled
 from tests.kvq_jax.layer_runs import CAPACITY, STEP, decode, parameters_of, sequences
 from tests.methods_table import MethodCase, cases
@@ -73,6 +73,14 @@ def test_what_is_sealed_stays_and_every_flipped_bit_of_it_is_found(case: MethodC
                     )
     assert set(kvq.files.verify(damaged, seals)) == expected
     assert len(expected) >= 8, "hardly anything is covered"
+    for row in (3, 6):
+        alone = kvq.files.seal(damaged, row=row)
+        of_row = {(d.layer, d.array, d.parts) for d in expected if d.row == row}
+        assert of_row == {
+            (damage.layer, damage.array, damage.parts)
+            for layer, before in seals.items()
+            for damage in changes(damaged, layer, before.of(row), alone[layer])
+        }, "a sequence that is sealed alone"
 
 
 def test_a_length_that_shrinks_is_damage():

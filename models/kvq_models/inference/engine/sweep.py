@@ -42,13 +42,13 @@ class Sweep:
         self._seals: dict[int, tuple[list[Run | None], Seal]] = {}
         self._row: tuple[Run, Seals] | None = None
         self._empty: Seals = {}  # of a row without tokens
-        self._latest: tuple[Cache, Seals] | None = None
 
     def compile(self, cache: Cache, row: Cache) -> None:
         """Run every program once. The row is empty. Layers of equal plans share their program, and
         are equal while they are empty."""
         first = {plan: i for i, plan in reversed(list(enumerate(row.plans)))}
         seal(cache, sorted(first.values()))
+        seal(cache, sorted(first.values()), row=0)
         sealed = seal(row, sorted(first.values()))
         self._empty = {i: sealed[first[plan]] for i, plan in enumerate(row.plans)}
 
@@ -84,14 +84,13 @@ class Sweep:
 
     def slot_damaged(self, cache: Cache, slot: int, accepted: Accepted) -> bool:
         """Return True if any layer of a slot has changed."""
-        if self._latest is None or self._latest[0] is not cache:
-            self._latest = cache, seal(cache)
-        return any(
-            damage.row == slot
+        sealed = {
+            layer: before.of(slot)
             for layer, (runs, before) in self._seals.items()
             if runs[slot] == accepted.run
-            for damage in changes(cache, layer, before, self._latest[1][layer])
-        )
+        }
+        now = seal(cache, tuple(sealed), row=slot)
+        return any(changes(cache, layer, sealed[layer], now[layer]) for layer in sealed)
 
     def damaged(self, cache: Cache, slots: Sequence[Accepted | None]) -> set[int]:
         """Return the slots whose memory has changed. Call it between two steps."""
@@ -134,4 +133,4 @@ class Sweep:
     def forget(self) -> None:
         """Begin anew, for other caches."""
         self._seals.clear()
-        self._row = self._latest = None
+        self._row = None
