@@ -44,7 +44,10 @@ def test_a_request_that_cannot_be_met_is_one_line_and_leaves_nothing(case, tmp_p
 
 
 def test_a_disk_without_space_is_one_line_that_names_both_sizes(tmp_path, monkeypatch):
-    need = 4 * 2 * 3 * LENGTH * 32 * 4 / 2**30  # files, layers, samples, tokens, K * H, bytes
+    heads, kv_heads, width = 4, 2, 16
+    rows = 4 * LENGTH * kv_heads * width  # keys, values and their gradients
+    queries = kv_heads * width**2 + LENGTH * heads * width  # their moments, and the last ones
+    need = 2 * 3 * (rows + queries) * 4 / 2**30  # layers, samples, bytes
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=int(need * 2**30) - 1))
     one_line("3 samples of 20 tokens need 0.00 GiB", run, tmp_path / "w", error=OSError)

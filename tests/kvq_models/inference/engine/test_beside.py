@@ -134,7 +134,7 @@ def test_the_programs_of_the_first_request_are_compiled_before_others(
     monkeypatch.setattr(Compiler, "_run", run)
     monkeypatch.setattr(Compiler, "_empty", lambda self: object())
     engine = engine_of(llama, SPEC, widths=(4, 8, 12, 16))
-    compiler = Compiler(llama, engine._row_layout, None)
+    compiler = Compiler(llama, engine._row_layout, None, width=2)
     engine._compiler = compiler
     compiler.start([(4, False), (8, False), (12, False), (16, False)])
     assert started.wait(30)
