@@ -18,7 +18,7 @@ from kvq_jax.codecs.codec import Codec, TokensAt
 from kvq_jax.codecs.wrapper import MEMBERS, Wrapper
 from kvq_jax.layer.plan import LayerPlan
 from tests.kvq_jax.codecs.test_codec_facts import BATCH, codecs_and_rows, described, stored
-from tests.kvq_jax.layer_runs import empty, parameters_of, sequences, with_small_chunks
+from tests.kvq_jax.layer_runs import DIMS, empty, parameters_of, sequences, with_small_chunks
 from tests.methods_table import MethodCase, cases
 
 TOKENS, STEPS = 60, 4
@@ -178,3 +178,18 @@ def test_requantizing_decoded_rows_is_exact_or_declared_to_drift(case: MethodCas
             assert drift < 2e-3, f"{drift:.2e}: declare that it drifts"
         else:
             assert drift > 2e-3, f"{drift:.2e}: it does not drift"
+
+
+def test_what_is_learned_before_rope_is_not_taken_for_keys_after_it():
+    learned = []
+    for name, method in kvq.methods.METHODS.items():
+        if "pre_rope" not in {field.name for field in method.options()}:
+            continue
+        learning = [
+            kvq.parse(f"{name}:pre_rope={choice}").layer(0, DIMS, 256, "float32").k.learning
+            for choice in ("true", "false")
+        ]
+        if all(one.fit and one.parameters(2) for one in learning):
+            learned.append(name)
+            assert learning[0].key != learning[1].key, name
+    assert {"kvquant", "pq"} <= set(learned)
