@@ -17,12 +17,12 @@ of the method. You may change windows and skip_layers afterwards, but not
 subtract_bias. A text like those that the model will read works best.
 
 The model runs forward and backward over {SAMPLES} random samples of the text and
-records keys, values, their gradients and moments of queries in a work directory:
-9.1 GB in bfloat16 for {SAMPLES} x {LENGTH} tokens of Llama 3.1 8B. Then the keys or values of
-one layer at a time are fitted. Ctrl-C loses nothing that is complete: the same
-command continues. The samples do not depend on the cache. With --work the
-directory is kept, and you can calibrate other caches from it without running
-the model again. The same seed gives the same file."""
+records keys, values, their gradients and moments of queries in a work
+directory: 9.1 GB in bfloat16 for {SAMPLES} x {LENGTH} tokens of Llama 3.1 8B. Then the
+keys or values of one layer at a time are fitted. Ctrl-C loses nothing that is
+complete: the same command continues. The samples do not depend on the cache.
+With --work the directory is kept, and you can calibrate other caches from it
+without running the model again. The same seed gives the same file."""
 
 EPILOG = f"""\
 examples:

@@ -56,6 +56,7 @@ def test_every_field_of_the_architecture_is_read_harmless_or_refused(architectur
     }
     accepted = gguf_fields.READ | gguf_fields.HARMLESS
     accepted |= gguf_fields.READ_BY.get(architecture, frozenset())
+    accepted |= gguf_fields.HARMLESS_BY.get(architecture, frozenset())
     accepted -= gguf_fields.NEUTRAL_BY.get(architecture, {}).keys()
     for name in sorted(names):
         field = f"{architecture}.{name}"
