@@ -91,7 +91,7 @@ REFUSED = {  # when it is read, and when a cache is placed; test_refusals.py has
 @pytest.mark.parametrize("mesh", REFUSED)
 def test_a_mesh_that_cannot_be_is_refused_before_weights_are_read(run, model, monkeypatch, mesh):
     monkeypatch.setattr(
-        "kvq_tools.cli.one_generation.load_llama", lambda *_, **__: pytest.fail("weights are read")
+        "kvq_models.llama.checkpoint.load_weights", lambda *_, **__: pytest.fail("weights are read")
     )
     code, out, told = run("generate", model, "--prompt", "the cat", "--cache", SPEC, "--mesh", mesh)
     assert (code, out) == (2, "")
