@@ -13,6 +13,7 @@ from kvq_models.inference.method_parameters import prepare
 from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli import device_memory, inputs
 from kvq_tools.cli.console import bar, input_errors
+from kvq_tools.cli.model_loading import load_model
 
 
 def size_of(
@@ -71,7 +72,7 @@ def loaded(
         for width, below in zip(WIDTHS, (0, *WIDTHS), strict=False)
         if longest is None or longest > below
     ]
-    llama = inputs.load_model(options, placement)
+    llama = load_model(options, placement)
     with input_errors():
         llama = prepare(llama, options.cache.spec, options.calibration, progress=bar)
         return Engine(

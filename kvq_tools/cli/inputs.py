@@ -7,7 +7,7 @@ import argparse
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
@@ -18,11 +18,8 @@ from kvq_models.inference.memory import CACHE_DTYPE
 from kvq_models.llama import open_checkpoint
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.weights_needed import check_weights
-from kvq_tools.cli.console import UserError, input_errors, loading, warn
+from kvq_tools.cli.console import UserError, input_errors, warn
 from kvq_tools.cli.planned import NamedCache
-
-if TYPE_CHECKING:
-    from kvq_models.llama.model import Llama
 
 DENSE = NamedCache("dense", kvq.parse("dense"))  # the cache if --cache is left out
 
@@ -30,20 +27,6 @@ DENSE = NamedCache("dense", kvq.parse("dense"))  # the cache if --cache is left 
 def model_dtype(options: argparse.Namespace) -> str:
     """Return the dtype of weights and activations: --dtype, or the fastest on this device."""
     return options.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
-
-
-def load_model(options: argparse.Namespace, placement: kvq.Placement | None = None) -> Llama:
-    """Load MODEL as --dtype, --weights and --activations say, and show that it is loaded."""
-    from kvq_models.llama import checkpoint  # with Flax, which commands without weights spare
-
-    with loading(options.model), input_errors():
-        return checkpoint.load_weights(
-            open_checkpoint.open_checkpoint(options.model),
-            dtype=model_dtype(options),
-            mesh=placement,
-            weights=options.weights,
-            activations=options.activations,
-        )
 
 
 def rows_dtype(options: argparse.Namespace, spec: kvq.cache.CacheSpec | None = None) -> str:

@@ -38,6 +38,7 @@ from kvq_tools.cli.console import (
 )
 from kvq_tools.cli.continuation import Continuation
 from kvq_tools.cli.handover import SavedPrompt
+from kvq_tools.cli.model_loading import load_model
 from kvq_tools.cli.planned import NamedCache
 from kvq_tools.cli.reading import reading
 from kvq_tools.cli.tables import print_line
@@ -68,7 +69,7 @@ class GenerationRequest:
 def run(options: argparse.Namespace) -> None:
     """Continue the prompt, print the text, and report what was done."""
     request = _checked(options)
-    llama, cache, logits = _cache(options, request, inputs.load_model(options, request.placement))
+    llama, cache, logits = _cache(options, request, load_model(options, request.placement))
     unread = len(request.prompt) - request.known
     with progress("compiling"):
         generation = TimedGeneration(

@@ -16,6 +16,7 @@ from kvq_tools.cli.console import (
     input_errors,
     print_json,
 )
+from kvq_tools.cli.model_loading import load_model
 from kvq_tools.cli.tables import print_line, print_table
 from kvq_tools.evaluation.intervals import Estimate
 from kvq_tools.evaluation.protocol import (
@@ -57,7 +58,7 @@ def run(options: argparse.Namespace) -> None:
         sizes = sizes_for(config, text, options.window)
         rows = cut(text, sizes, tokenizer.bos_token_id)
         specs = [windowed(spec, config, sizes) for _, spec in options.cache]
-    llama = inputs.load_model(options)
+    llama = load_model(options)
     with input_errors():
         models = [
             (prepare(llama, spec, file), spec) for spec, file in zip(specs, files, strict=True)

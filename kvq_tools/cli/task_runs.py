@@ -25,6 +25,7 @@ from kvq_tools.cli.console import (
     progress,
     warn,
 )
+from kvq_tools.cli.model_loading import load_model
 from kvq_tools.cli.options.tasks import MOST_LENGTH, SAMPLES
 from kvq_tools.cli.task_table import print_scores
 from kvq_tools.evaluation.tasks.filler import NoRoomError
@@ -128,7 +129,7 @@ def run_task(options: argparse.Namespace, task_run: TaskRun) -> None:
     with progress("making prompts"), input_errors():
         samples = task_run.samples(prompts, config)
         check_samples(samples, config)
-    llama = inputs.load_model(options)
+    llama = load_model(options)
     with input_errors():
         models = [prepare(llama, spec, file) for (_, spec), file in zip(caches, files, strict=True)]
     longest = max(len(sample.prompt) + sample.max_new_tokens for sample in samples)

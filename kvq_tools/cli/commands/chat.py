@@ -38,6 +38,7 @@ from kvq_tools.cli.console import (
 from kvq_tools.cli.continuation import Continuation
 from kvq_tools.cli.conversation import AnswerSettings, Conversation
 from kvq_tools.cli.handover import SavedPrompt
+from kvq_tools.cli.model_loading import load_model
 from kvq_tools.cli.one_generation import model_and_cache
 from kvq_tools.cli.options.chat import COMMANDS, MOST_CAPACITY
 from kvq_tools.cli.tables import print_line
@@ -47,7 +48,7 @@ PROMPT = "> "
 
 def run(options: argparse.Namespace) -> None:
     settings, tokenizer, capacity, placement, saved = _checked(options)
-    llama = inputs.load_model(options, placement)
+    llama = load_model(options, placement)
     model_fingerprint = "" if saved is None else fingerprint(llama)
     with input_errors():
         llama = prepare(llama, options.cache.spec, options.calibration, progress=bar)

@@ -20,6 +20,7 @@ from kvq_tools.cli.console import (
     input_errors,
     print_json,
 )
+from kvq_tools.cli.model_loading import load_model
 from kvq_tools.cli.tables import print_table
 from kvq_tools.evaluation.results import Evaluation, finite
 from kvq_tools.evaluation.run import evaluate_caches
@@ -43,7 +44,7 @@ def run(options: argparse.Namespace) -> None:
         window,
         options.dtype,
     )
-    llama = inputs.load_model(options, placement)
+    llama = load_model(options, placement)
     with input_errors():
         models = [
             (prepare(llama, spec, file), spec)

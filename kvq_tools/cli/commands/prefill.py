@@ -23,6 +23,7 @@ from kvq_tools.cli.console import (
     print_json,
     progress,
 )
+from kvq_tools.cli.model_loading import load_model
 from kvq_tools.cli.one_prompt import read_prompt
 from kvq_tools.cli.options.prefill import ROOM
 from kvq_tools.cli.reading import reading
@@ -47,7 +48,7 @@ def run(options: argparse.Namespace) -> None:
     device_memory.check_memory(layout)
     with input_errors():
         decoding.implementations(layout, options.implementation)
-    llama = inputs.load_model(options)
+    llama = load_model(options)
     model_fingerprint = fingerprint(llama)
     with input_errors():
         llama = prepare(llama, options.cache.spec, options.calibration, progress=bar)

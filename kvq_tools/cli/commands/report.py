@@ -20,6 +20,7 @@ from kvq_tools.cli.console import (
     input_errors,
     print_json,
 )
+from kvq_tools.cli.model_loading import load_model
 from kvq_tools.cli.options.report import CONTEXTS, NO_CONTEXTS
 from kvq_tools.cli.tables import print_line
 from kvq_tools.evaluation.defaults import BATCH, BUCKETS, CHUNK, STEP
@@ -77,7 +78,7 @@ def _made(options: argparse.Namespace) -> schema.CacheReport:
     config, text, settings, files = text_evaluation.checked(options)
     shown = _contexts(options, config)
     inputs.output_directory(options.out)  # fails now rather than at the end
-    plain = inputs.load_model(options)
+    plain = load_model(options)
     with input_errors():
         prepared = zip(options.cache, files, strict=True)
         candidates = [

@@ -26,7 +26,6 @@ from tests.pallas_kernels.harness import (
     launch_name,
     output,
     row_errors,
-    structs,
 )
 from tests.pallas_kernels.kernel_cases import CASES, innerq, kivi
 from tests.pallas_kernels.lowering import lower_for_cuda
@@ -213,7 +212,7 @@ def test_a_window_lowers_for_cuda(compiled: Launch):
     skip_without_mosaic(compiled)
     case, window = kivi(4, 128), IN_A_RING
     k, v = case.sides(window.lengths)
-    rows = jax.ShapeDtypeStruct((len(window.limits),), jnp.int32)
+    rows = jnp.asarray(window.limits, jnp.int32)
     text = lower_for_cuda(
         lambda *args: attend(
             (k.reader, v.reader),
@@ -223,7 +222,7 @@ def test_a_window_lowers_for_cuda(compiled: Launch):
             tuning=None,
             launch=compiled,
         ),
-        *structs((case.queries(len(window.limits)), k.arrays, v.arrays)),
+        *(case.queries(len(window.limits)), k.arrays, v.arrays),
         rows,
         rows,
     )

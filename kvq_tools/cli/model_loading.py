@@ -1,0 +1,23 @@
+"""Load the model of a command. Commands that read no weights need neither this nor Flax."""
+
+from __future__ import annotations
+
+import argparse
+
+import kvq_jax as kvq
+from kvq_models.llama import checkpoint
+from kvq_models.llama.model import Llama
+from kvq_tools.cli import inputs
+from kvq_tools.cli.console import input_errors, loading
+
+
+def load_model(options: argparse.Namespace, placement: kvq.Placement | None = None) -> Llama:
+    """Load MODEL as --dtype, --weights and --activations say, and show that it is loaded."""
+    with loading(options.model), input_errors():
+        return checkpoint.load_weights(
+            checkpoint.open_checkpoint(options.model),
+            dtype=inputs.model_dtype(options),
+            mesh=placement,
+            weights=options.weights,
+            activations=options.activations,
+        )
