@@ -12,7 +12,8 @@ EXTRAS ?= $(shell $(PYTHON) -c 'import sys; print("test,parity,eval" if sys.vers
 # where `make bench` writes; benchmarks/results has pages of files with a clean commit alone
 RESULTS ?= benchmarks/results
 
-# what `make hosts` installs without its dependencies: it is on no package index, and asks for an older JAX
+# what `make hosts` installs without its dependencies: it is on no package index, and asks for an
+# older JAX
 BONSAI ?= jax-bonsai @ git+https://github.com/jax-ml/bonsai@36284254cf738d99c1c5d1e3a292d27656a0a365
 
 # what an installation is made of: pyproject.toml, and the C++ that it compiles
@@ -88,7 +89,8 @@ $(VENV)/.kvq-test: $(VENV)/bin/python $(BUILD)
 $(VENV)/.kvq-hosts: $(VENV)/bin/python $(BUILD)
 	@echo "installing kvq with the extra hosts into $(VENV) (a few minutes) ..."
 	$(PIP) -e ".[hosts]"
-	@$(PIP) --no-deps "$(BONSAI)" 2>/dev/null || echo "bonsai could not be installed from $(BONSAI): its tests are skipped"
+	@$(PIP) --no-deps "$(BONSAI)" 2>/dev/null || \
+		echo "bonsai could not be installed from $(BONSAI): its tests are skipped"
 	@touch $@
 
 $(VENV)/.kvq-docs: $(VENV)/bin/python pyproject.toml

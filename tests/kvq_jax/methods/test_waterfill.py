@@ -93,16 +93,22 @@ def test_keys_equal_the_numpy_version():
     )
 
 
-def test_values_equal_the_numpy_version():
-    rows = correlated(3)
-    params = fit.eigenbasis(rows, correlated(4))
-    rows = spiked(rows)
+def in_an_eigenbasis(rows: np.ndarray, params: dict[str, np.ndarray]) -> np.ndarray:
+    """Return the rows that the codes stand for, in NumPy."""
     wanted = np.empty(rows.shape)
     for head in range(HEADS):
         u = (rows[:, head].astype(np.float64) - params["mean"][head]) @ params["analysis"][head]
         wanted[:, head] = (
             decoded_in_numpy(u, WIDTHS) @ params["synthesis"][head] + params["mean"][head]
         )
+    return wanted
+
+
+def test_values_equal_the_numpy_version():
+    rows = correlated(3)
+    params = fit.eigenbasis(rows, correlated(4))
+    rows = spiked(rows)
+    wanted = in_an_eigenbasis(rows, params)
     codec = ValueCodec(RunFormat(WIDTH, BLOCK, WIDTHS))
     assert same(stored_rows(codec, params, rows), wanted)
     turned = params | {"synthesis": params["synthesis"][:, ::-1]}
@@ -207,12 +213,7 @@ def test_keys_in_an_eigenbasis_equal_the_numpy_version():
     rows = correlated(12)
     params = fit.eigenbasis(rows, correlated(13))
     rows = spiked(rows)
-    wanted = np.empty(rows.shape)
-    for head in range(HEADS):
-        u = (rows[:, head].astype(np.float64) - params["mean"][head]) @ params["analysis"][head]
-        wanted[:, head] = (
-            decoded_in_numpy(u, WIDTHS) @ params["synthesis"][head] + params["mean"][head]
-        )
+    wanted = in_an_eigenbasis(rows, params)
     codec = EigenKeyCodec(RunFormat(WIDTH, BLOCK, WIDTHS))
     assert codec.pre_rope, "means belong to keys before RoPE"
     assert same(stored_rows(codec, params, rows), wanted)
