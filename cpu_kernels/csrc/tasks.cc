@@ -1,56 +1,153 @@
 #include "tasks.h"
 
+#include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <memory>
 #include <mutex>
 #include <utility>
+#include <vector>
 
 namespace kvq {
 namespace {
 
-struct Tasks {
-  const int64_t count;
-  const std::function<void(int64_t, int64_t)> task;
-  std::atomic<int64_t> workers{0}, next{0}, done{0};
-  std::mutex mutex;
-  std::condition_variable all_done;
+// A decode step makes some 150 calls with gaps of 10 to 100 microseconds, and waking a sleeping
+// thread takes as long as many of them.
+constexpr std::chrono::microseconds kHelperLingers{200}, kCallerSpins{100};
 
-  Tasks(int64_t count, std::function<void(int64_t, int64_t)> task)
-      : count(count), task(std::move(task)) {}
+void pause() {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// Return true as soon as `ready` does, or false after `most`.
+template <class Ready>
+bool spin(std::chrono::microseconds most, const Ready& ready) {
+  using Clock = std::chrono::steady_clock;
+  constexpr int kLooks = 16;  // for each look at the clock
+  if (ready()) return true;
+  const auto end = Clock::now() + most;
+  do {
+    for (int i = 0; i < kLooks; i++, pause())
+      if (ready()) return true;
+  } while (Clock::now() < end);
+  return false;
+}
+
+// The tasks of one call.
+class Tasks {
+ public:
+  Tasks(int64_t count, int64_t helpers, std::function<void(int64_t, int64_t)> task)
+      : count_(count), places_(helpers), task_(std::move(task)) {}
+
+  // Reserve the place of a helper, if one is left.
+  bool admit() { return next_ < count_ && places_-- > 0; }
 
   // Run tasks until all have begun.
   void work() {
-    const int64_t worker = workers++;
-    for (int64_t i = next++; i < count; i = next++) {
-      task(i, worker);
-      if (++done == count) {
-        std::lock_guard<std::mutex> lock(mutex);
-        all_done.notify_all();
+    const int64_t worker = workers_++;
+    for (int64_t i = next_++; i < count_; i = next_++) {
+      task_(i, worker);
+      if (++done_ == count_) {
+        std::lock_guard<std::mutex> lock(mutex_);
+        all_done_.notify_all();
       }
     }
   }
 
   // Wait for the tasks that other threads have begun.
   void wait() {
-    std::unique_lock<std::mutex> lock(mutex);
-    all_done.wait(lock, [this] { return done == count; });
+    const auto ended = [this] { return done_ == count_; };
+    if (spin(kCallerSpins, ended)) return;
+    std::unique_lock<std::mutex> lock(mutex_);
+    all_done_.wait(lock, ended);
   }
+
+ private:
+  const int64_t count_;
+  std::atomic<int64_t> places_, workers_{0}, next_{0}, done_{0};
+  const std::function<void(int64_t, int64_t)> task_;
+  std::mutex mutex_;
+  std::condition_variable all_done_;
 };
+
+// The calls in progress, and the threads that help at whichever of them has tasks left.
+class Board {
+ public:
+  // Show tasks to helpers, and ask for as many more threads as the call may use and nobody has
+  // asked for yet.
+  void offer(const std::shared_ptr<Tasks>& tasks, int64_t helpers, const Schedule& schedule) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      calls_.push_back(tasks);
+      offers_++;
+    }
+    for (int64_t missing = helpers - threads_; missing > 0; missing--)
+      schedule([this, thread = std::make_shared<Thread>(threads_)] { help(); });
+  }
+
+  void withdraw(const std::shared_ptr<Tasks>& tasks) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    calls_.erase(std::remove(calls_.begin(), calls_.end(), tasks), calls_.end());
+  }
+
+ private:
+  // A thread counts from when it is asked for until it leaves, or until the pool that should have
+  // run it is gone.
+  struct Thread {
+    std::atomic<int64_t>& threads;
+    explicit Thread(std::atomic<int64_t>& threads) : threads(threads) { threads++; }
+    ~Thread() { threads--; }
+  };
+
+  // Work for one call after the other, until none has come for a while.
+  void help() {
+    int64_t seen;
+    do {
+      while (const auto tasks = join(seen)) tasks->work();
+    } while (spin(kHelperLingers, [&] { return offers_ != seen; }));
+  }
+
+  std::shared_ptr<Tasks> join(int64_t& seen) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    seen = offers_;
+    for (const auto& tasks : calls_)
+      if (tasks->admit()) return tasks;
+    return nullptr;
+  }
+
+  std::mutex mutex_;
+  std::vector<std::shared_ptr<Tasks>> calls_;
+  std::atomic<int64_t> offers_{0}, threads_{0};
+};
+
+// Never destroyed, because threads of XLA may outlive static objects.
+Board& board() {
+  static Board* const only = new Board;
+  return *only;
+}
 
 }  // namespace
 
 void run_tasks(int64_t count, int64_t helpers, const Schedule& schedule,
                std::function<void(int64_t, int64_t)> task) {
-  if (count < 1) return;
-  // Helpers that begin after the call has returned find no task. Until then they keep the counters
-  // alive.
-  const auto tasks = std::make_shared<Tasks>(count, std::move(task));
+  helpers = std::min(helpers, count - 1);
+  if (helpers < 1) {
+    for (int64_t i = 0; i < count; i++) task(i, 0);
+    return;
+  }
+  // A helper may still hold the tasks when the call has returned. It finds none to run.
+  const auto tasks = std::make_shared<Tasks>(count, helpers, std::move(task));
   try {
-    for (int64_t i = 0; i < helpers; i++) schedule([tasks] { tasks->work(); });
+    board().offer(tasks, helpers, schedule);
   } catch (...) {  // No memory for another helper: the existing ones must not be left alone.
   }
   tasks->work();
+  board().withdraw(tasks);
   tasks->wait();
 }
 

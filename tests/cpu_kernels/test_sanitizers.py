@@ -1,5 +1,5 @@
-"""The kernels under AddressSanitizer and UndefinedBehaviorSanitizer, in a program without XLA or
-Python.
+"""The kernels under AddressSanitizer and UndefinedBehaviorSanitizer, and their threads under
+ThreadSanitizer, in programs without XLA or Python.
 """
 
 from __future__ import annotations
@@ -95,3 +95,22 @@ def test_no_weights_are_read_outside_their_arrays_and_all_kernels_agree(
     done = subprocess.run([build("weights_driver")], capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{done.stdout[-2000:]}{done.stderr[-4000:]}"
     assert done.stdout.splitlines()[-1].startswith("180 products")
+
+
+def test_tasks_of_many_calls_run_once_without_a_race(tmp_path: pathlib.Path):
+    compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+    if compiler is None:
+        pytest.skip("no C++ compiler is on the PATH")
+    program = tmp_path / "tasks_driver"
+    flags = ["-std=c++17", "-O1", "-g1", "-fsanitize=thread", "-pthread", f"-I{SOURCES}"]
+    probe = [compiler, *flags, "-x", "c++", "-", "-o", str(program)]
+    built = subprocess.run(probe, input=b"int main() {}", check=False, capture_output=True)
+    if built.returncode or subprocess.run([program], check=False, capture_output=True).returncode:
+        pytest.skip("this compiler's ThreadSanitizer does not work here")
+    sources = [str(pathlib.Path(__file__).with_name("tasks_driver.cc")), str(SOURCES / "tasks.cc")]
+    subprocess.run([compiler, *flags, *sources, "-o", str(program)], check=True)
+    done = subprocess.run([program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{done.stdout[-2000:]}{done.stderr[-4000:]}"
+    assert done.stdout == "8000 calls, 0 tasks that did not run once\n"
+    racing = subprocess.run([program, "race"], capture_output=True, text=True, check=False)
+    assert "data race" in racing.stderr, "the sanitizer does not find a race"
