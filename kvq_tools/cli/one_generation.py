@@ -39,7 +39,7 @@ from kvq_tools.cli.console import (
 from kvq_tools.cli.continuation import Continuation
 from kvq_tools.cli.handover import SavedPrompt
 from kvq_tools.cli.model_loading import load_model
-from kvq_tools.cli.planned import NamedCache
+from kvq_tools.cli.planned import NamedCache, named
 from kvq_tools.cli.reading import reading
 from kvq_tools.cli.tables import print_line
 from kvq_tools.cli.timed import TimedGeneration
@@ -152,10 +152,11 @@ def model_and_cache(
     config = inputs.read_config(options.model, *([options.cache] if options.cache else []))
     saved = handover.described(options.saved, config)
     spec = saved.layout.spec
-    cache = options.cache or NamedCache(str(spec), spec)
+    stored = named(spec)
+    cache = options.cache or stored
     if cache.spec != spec:
         raise UserError(
-            f"{options.saved!r} holds the cache {str(spec)!r}, but --cache is {cache.text!r}"
+            f"{options.saved!r} holds the cache {stored.text!r}, but --cache is {cache.text!r}"
         )
     return config, cache, saved
 

@@ -8,6 +8,7 @@ waterfill with the widths that the model's calibration gives (auto:bits=2.5).
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 from typing import NamedTuple
 
@@ -29,6 +30,18 @@ class NamedCache(NamedTuple):
 
     text: str
     spec: CacheSpec
+
+
+def named(spec: CacheSpec) -> NamedCache:
+    """Name a cache that nobody typed, such as the cache of a file: with its bits, which str(spec)
+    leaves out if they are the default."""
+    text, bits = str(spec), getattr(spec.k, "bits", None)
+    if isinstance(bits, int | float) and spec.k == spec.v and "bits=" not in text:
+        method, _, options = text.partition(":")
+        spelled = f"{method}:bits={bits:g}" + (f",{options}" if options else "")
+        with contextlib.suppress(ValueError):  # bits that are not an option
+            text = spelled if kvq.parse(spelled) == spec else text
+    return NamedCache(text, spec)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,9 @@ from safetensors.numpy import load_file, save_file
 import kvq_jax as kvq
 from kvq_models import save_llama
 from kvq_tools.cli import main
+from kvq_tools.cli.planned import named
 from tests.kvq_models.checkpoints import random_llama, tiny_config
+from tests.methods_table import METHOD_CASES
 
 PROMPT, CACHE = "the key of the cat is 17, that of the dog 5; " * 3, "innerq:sink=4,recent=8"
 FEW = ("--max-new-tokens", 5)
@@ -167,3 +169,12 @@ def test_a_file_that_cannot_be_written_is_told_before_any_work(
         "over the capacity of 3",
     )
     assert_refused(run("generate", model), "--from is required")
+
+
+def test_a_cache_of_a_file_is_named_with_its_bits():
+    for case in METHOD_CASES:
+        text, spec = named(kvq.parse(case.spec))
+        assert (kvq.parse(text), spec) == (kvq.parse(case.spec),) * 2, case.id
+    assert named(kvq.parse("kivi:bits=2")).text == "kivi:bits=2"
+    assert named(kvq.parse("kivi:recent=8")).text == "kivi:bits=2,recent=8"
+    assert named(kvq.parse("dense")).text == "dense"
