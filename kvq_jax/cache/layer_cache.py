@@ -174,7 +174,8 @@ class CachePlan:
             soft_cap: static. The bound of the scores. Default: the plan's.
             sinks: [N], learned logits that take part in the softmax and have no value.
             lse: static. True to get the log-sum-exp too.
-            parameters: the result of `prepare_layer` for this layer, for methods that need any.
+            parameters: the result of `kvq.parameters.prepare` for this layer, for methods that need
+                any.
             implementation: static. "xla", "pallas" or "native". None uses kernels if they can run.
             q_pre: queries before RoPE, for methods that cache keys before RoPE.
             k_pre: keys before RoPE, for the same methods.

@@ -34,7 +34,7 @@ def roundtrip_layer(
     Args:
         spec: the cache, or its text.
         inputs: the tokens of the prompt as the layer sees them.
-        params: the layer's parameters from `prepare_layer`, for methods that need any.
+        params: the layer's parameters from `kvq.parameters.prepare`, for methods that need any.
         layer: the number of the layer.
         carry: the carry that this function returned for the layer below, `()` for the first layer.
         attention: the layer's attention, for methods that follow it.
@@ -89,7 +89,8 @@ def roundtrip(
 ) -> tuple[Float[Array, "B _ _ H"], Float[Array, "B _ _ H"]]:
     """Return keys and values as the body of a cache would return them for the tokens of a prompt.
 
-    For methods without parameters that cache keys after RoPE. Others need `roundtrip_layer`.
+    For methods without parameters that cache keys after RoPE. Others need
+    `kvq.cache.roundtrip_layer`.
 
     Args:
         spec: the cache, or its text.

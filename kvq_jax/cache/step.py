@@ -93,7 +93,8 @@ def begin(
         prefill: static. True for prompts, whose tokens attend to each other in full precision and
             give the prompt statistics of rows that were empty. False for generated tokens, each of
             which sees the cache as if it had come alone.
-        parameters: the results of `prepare_layer`, one for each layer, for methods that need any.
+        parameters: the results of `kvq.parameters.prepare`, one for each layer, for methods that
+            need any.
         implementation: static. "xla", "pallas" or "native". None uses kernels if they can run.
 
     Raises:
