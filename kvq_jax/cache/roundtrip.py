@@ -8,6 +8,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from kvq_jax.cache.cache import CacheDims
@@ -16,6 +17,7 @@ from kvq_jax.codecs.codec import TokensAt
 from kvq_jax.layer import cross_layer
 from kvq_jax.layer.attention import PLAIN, Attention
 from kvq_jax.layer.plan import LayerPlan, by_side
+from kvq_jax.placement.crossing import explicit_axes
 from kvq_jax.types.array_types import LayerInputs, RowsBKTH, Tree
 
 
@@ -51,7 +53,14 @@ def roundtrip_layer(
     width = head_dim * heads if inputs.x is None else inputs.x.shape[-1]
     layers = (attention,) * (layer + 1)
     dims = CacheDims(layer + 1, inputs.q_rot.shape[1], heads, head_dim, width, layers)
-    return _roundtrip(spec.layer(layer, dims, tokens, "float32"), inputs, params, carry)
+    run = functools.partial(_roundtrip, spec.layer(layer, dims, tokens, "float32"))
+    arrays = inputs, params, carry
+    if not any(map(explicit_axes, jax.tree.leaves(arrays))):
+        return run(*arrays)
+    rows = jax.typeof(inputs.v).sharding
+    with jax.sharding.use_abstract_mesh(rows.mesh):
+        outs = rows.spec, rows.spec, PartitionSpec()
+        return jax.sharding.auto_axes(run, out_sharding=outs)(*arrays)
 
 
 @functools.partial(jax.jit, static_argnums=0)  # equal layers are traced and compiled once

@@ -144,6 +144,8 @@ def test_bytes_of_pages_and_slots_are_those_of_the_arrays():
     cache = paged.init(PAGES, 2)
     assert kvq.size.nbytes(cache) == PAGES * paged.page_bytes + 2 * paged.slot_bytes
     assert paged.page_tokens == 8
+    usual = kvq.layer_plan("kivi:bits=4", DIMS, layer=1, capacity=4096, dtype="float32")
+    assert paged_plan(usual).page_tokens == 32
 
 
 def test_what_pages_do_not_serve_is_refused():
