@@ -4,7 +4,7 @@ there are no windows."""
 from __future__ import annotations
 
 import functools
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -60,7 +60,8 @@ def roundtrip_layer(
     rows = jax.typeof(inputs.v).sharding
     with jax.sharding.use_abstract_mesh(rows.mesh):
         outs = rows.spec, rows.spec, PartitionSpec()
-        return jax.sharding.auto_axes(run, out_sharding=outs)(*arrays)
+        split: Any = jax.sharding.auto_axes(run, out_sharding=outs)
+        return split(*arrays)
 
 
 @functools.partial(jax.jit, static_argnums=0)  # equal layers are traced and compiled once
