@@ -86,11 +86,14 @@ $(VENV)/.kvq-test: $(VENV)/bin/python $(BUILD)
 	$(PIP) -e ".[$(EXTRAS)]"
 	@touch $@
 
+# kvq itself is not installed for it: tests read the sources, and the kernels that lie beside them
 $(VENV)/.kvq-hosts: $(VENV)/bin/python $(BUILD)
-	@echo "installing kvq with the extra hosts into $(VENV) (a few minutes) ..."
-	$(PIP) -e ".[hosts]"
+	@$(RUN) -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; print(*p["dependencies"], *p["optional-dependencies"]["hosts"], sep="\n")' >$@.txt
+	@echo "installing other projects into $(VENV) (a few minutes) ..."
+	$(PIP) --no-compile -r $@.txt
 	@$(PIP) --no-deps "$(BONSAI)" 2>/dev/null || \
 		echo "bonsai could not be installed from $(BONSAI): its tests are skipped"
+	-@ls cpu_kernels/native.*.so >/dev/null 2>&1 || $(RUN) setup.py --quiet build_ext --inplace
 	@touch $@
 
 $(VENV)/.kvq-docs: $(VENV)/bin/python pyproject.toml

@@ -25,7 +25,8 @@ from benchmarks.report_file import cores, header
 MODULES = {name: f"benchmarks.hosts.in_{name}" for name in ("scan", "linen", "tunix", "bonsai")}
 SHAPES = (
     f"Random models in float32 of width {host.WIDTH}, {host.HEADS} query heads and {host.KV_HEADS}"
-    f" KV heads (Linen: {host.HEADS}) of {host.HEAD_DIM} channels, {host.LAYERS} layers."
+    f" KV heads (Linen: {host.HEADS}) of {host.HEAD_DIM} channels, {host.LAYERS} layers"
+    f" (Gemma 3: {host.WITH_WINDOWS}, all but one with windows of {host.WINDOW} tokens)."
     f" Texts: {host.BATCH} prompts of {host.PROMPT}"
     f" tokens and {host.STEPS} steps. Timed steps: {host.STREAMS} sequences."
 )

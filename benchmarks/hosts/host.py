@@ -20,6 +20,7 @@ from jaxtyping import Array
 import kvq_jax as kvq
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, WIDTH, VOCAB = 2, 8, 2, 64, 256, 256
+WITH_WINDOWS, WINDOW = 6, 128  # layers of Gemma 3, all but the last with windows of so many tokens
 BATCH, PROMPT, PADDING, STEPS = 2, 160, 60, 32  # of the texts that are compared
 STREAMS = 2  # sequences of a timed step
 ROOT = pathlib.Path(__file__).parents[2]
@@ -36,7 +37,7 @@ class Host(abc.ABC):
         package: the distribution, of which the report names the version.
         adapter: the file of kvq_hosts, or None if there is none.
         your_code: the functions that a user of the host writes for a cache of kvq.
-        kv_heads: of the model.
+        kv_heads, layers: of the model.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Host(abc.ABC):
     adapter: str | None
     your_code: tuple[Callable[..., Any], ...]
     kv_heads: int = KV_HEADS
+    layers: int = LAYERS
 
     @abc.abstractmethod
     def generate(self, spec: str | None) -> Generated:
@@ -92,10 +94,10 @@ def prompts(padded: bool) -> np.ndarray:
     return tokens
 
 
-def random_rows(tokens: int, kv_heads: int) -> list[tuple[Array, Array]]:
+def random_rows(tokens: int, kv_heads: int, layers: int) -> list[tuple[Array, Array]]:
     """Return random keys and values [B, S, K, H] of each layer."""
     shape = (STREAMS, tokens, kv_heads, HEAD_DIM)
-    keys = jax.random.split(jax.random.key(1), (LAYERS, 2))
+    keys = jax.random.split(jax.random.key(1), (layers, 2))
     return [(jax.random.normal(k, shape), jax.random.normal(v, shape)) for k, v in keys]
 
 

@@ -34,7 +34,7 @@ def steps(host: Host, capacity: int, rounds: int) -> list[Step]:
     take in turns. Each holds the same random keys and values."""
     caches = (HOSTS_OWN, *CACHES)
     tokens = capacity - rounds - 1
-    rows = random_rows(tokens, host.kv_heads)
+    rows = random_rows(tokens, host.kv_heads, host.layers)
     running, states, sizes, first = [], [], [], []
     for name in caches:
         step, state, cache = host.step(None if name == HOSTS_OWN else name, rows, capacity)

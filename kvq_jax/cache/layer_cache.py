@@ -29,6 +29,7 @@ from kvq_jax.cache.layer_step import (
     check_parameters,
     check_shapes,
     check_sinks,
+    check_split,
     counted,
     following,
     new_tokens,
@@ -88,6 +89,17 @@ class CachePlan:
     placement: Placement | None
     spec: str = dataclasses.field(compare=False)
     number: int = dataclasses.field(compare=False)
+
+    def __repr__(self) -> str:
+        facts = {
+            "": self.spec,
+            "layer": self.number,
+            "of": f"{self.layer.regions.capacity} tokens",
+            "in": self.dtype,
+            "attention": self.layer.attention,
+            "placement": self.placement,
+        }
+        return display.line("CachePlan", {n: f for n, f in facts.items() if f is not None})
 
     def init(self, batch: int) -> LayerCache:
         """Return an empty cache of B sequences."""
@@ -174,7 +186,8 @@ class CachePlan:
             soft_cap: static. The bound of the scores. Default: the plan's.
             sinks: [N], learned logits that take part in the softmax and have no value.
             lse: static. True to get the log-sum-exp too.
-            parameters: the result of `prepare_layer` for this layer, for methods that need any.
+            parameters: the result of `kvq.parameters.prepare` for this layer, for methods that need
+                any.
             implementation: static. "xla", "pallas" or "native". None uses kernels if they can run.
             q_pre: queries before RoPE, for methods that cache keys before RoPE.
             k_pre: keys before RoPE, for the same methods.
@@ -322,6 +335,7 @@ class CachePlan:
     ) -> tuple[LayerInputs, Int[Array, " B"] | None]:
         """Return the arrays of a call as the layer takes them, heads first and padded on the right,
         and the padding on the left that was removed."""
+        check_split(self.placement, arrays)
         tokens = arrays["q"].shape[2 if layout == "BNTH" else 1]
         shift = left_padding(tokens, lengths, padding)
         turned_arrays: dict[str, Any] = {n: turned(n, a, layout, shift) for n, a in arrays.items()}

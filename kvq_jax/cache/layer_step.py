@@ -22,7 +22,7 @@ from kvq_jax.cache.parameters import missing_parameters, parameter_axes
 from kvq_jax.cache.spec import parse
 from kvq_jax.cache.update import decode_layer, prefill_layer
 from kvq_jax.layer.plan import LayerPlan, LayerState
-from kvq_jax.placement.crossing import crossing
+from kvq_jax.placement.crossing import crossing, explicit_axes
 from kvq_jax.placement.placement import Placement
 from kvq_jax.placement.shards import (
     carry_partition,
@@ -80,6 +80,17 @@ def check_shapes(dims: CacheDims, new: tuple[int, ...], arrays: Mapping[str, Arr
             raise NotImplementedError(
                 f"{name} varies over {sorted(axes)} in a shard_map that checks such types: give"
                 " jax.shard_map check_vma=False"
+            )
+
+
+def check_split(placement: Placement | None, arrays: Mapping[str, Array | None]) -> None:
+    """Raise ValueError if one of the arrays, by name, is split over axes of type Explicit, and the
+    cache has no placement: such axes ask for a sharding of each product."""
+    for name, array in arrays.items():
+        if placement is None and array is not None and (axes := explicit_axes(array)):
+            raise ValueError(
+                f"{name} is split over {axes} of a mesh with axes of type Explicit: give layer_plan"
+                " or init_cache placement=kvq.Placement(mesh, rows=..., heads=...)"
             )
 
 

@@ -47,9 +47,9 @@ def prepare_layer(
         weights: the layer's projections, for methods that rebuild keys and values with them
             (XQuant) or subtract their bias (subtract_bias). Arrays that are used unchanged are
             shared with the model.
-        calibrated: the result of `calibrate_layer`, for methods that are calibrated on a text
-            (KVQuant), or {"k": {"scale": [K]}, "v": {"scale": [K]}}, for fp8 with the scales of a
-            checkpoint (`CacheDims.kv_scales`).
+        calibrated: the result of `kvq.parameters.calibrate`, for methods that are calibrated on
+            a text (KVQuant), or {"k": {"scale": [K]}, "v": {"scale": [K]}}, for fp8 with the scales
+            of a checkpoint (`CacheDims.kv_scales`).
 
     Returns:
         The parameters (keys, values), each a tree of arrays, or () for a side that needs none.
@@ -64,8 +64,8 @@ def prepare_layer(
     if plan.k.learning.weights or plan.v.learning.weights:
         if weights is None:
             raise ValueError(
-                f"{str(spec)!r} needs the weights of layer {layer}: give prepare_layer"
-                " weights=kvq.types.LayerWeights(...)"
+                f"{str(spec)!r} needs the weights of layer {layer}: give"
+                " kvq.parameters.prepare weights=kvq.types.LayerWeights(...)"
             )
         _check_weights(weights, sizes)
         from_weights = plan.from_weights(weights)
@@ -236,7 +236,7 @@ def _with_calibrated(
         return from_weights
     if calibrated is None:
         raise ValueError(
-            f"{owner} needs {', '.join(declared)}: give prepare_layer"
+            f"{owner} needs {', '.join(declared)}: give kvq.parameters.prepare"
             " calibrated=kvq.parameters.calibrate(...)"
         )
     shapes = {name: jnp.shape(array) for name, array in calibrated.items()}

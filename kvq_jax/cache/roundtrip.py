@@ -4,10 +4,11 @@ there are no windows."""
 from __future__ import annotations
 
 import functools
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from kvq_jax.cache.cache import CacheDims
@@ -16,6 +17,7 @@ from kvq_jax.codecs.codec import TokensAt
 from kvq_jax.layer import cross_layer
 from kvq_jax.layer.attention import PLAIN, Attention
 from kvq_jax.layer.plan import LayerPlan, by_side
+from kvq_jax.placement.crossing import explicit_axes
 from kvq_jax.types.array_types import LayerInputs, RowsBKTH, Tree
 
 
@@ -34,7 +36,7 @@ def roundtrip_layer(
     Args:
         spec: the cache, or its text.
         inputs: the tokens of the prompt as the layer sees them.
-        params: the layer's parameters from `prepare_layer`, for methods that need any.
+        params: the layer's parameters from `kvq.parameters.prepare`, for methods that need any.
         layer: the number of the layer.
         carry: the carry that this function returned for the layer below, `()` for the first layer.
         attention: the layer's attention, for methods that follow it.
@@ -51,7 +53,15 @@ def roundtrip_layer(
     width = head_dim * heads if inputs.x is None else inputs.x.shape[-1]
     layers = (attention,) * (layer + 1)
     dims = CacheDims(layer + 1, inputs.q_rot.shape[1], heads, head_dim, width, layers)
-    return _roundtrip(spec.layer(layer, dims, tokens, "float32"), inputs, params, carry)
+    run = functools.partial(_roundtrip, spec.layer(layer, dims, tokens, "float32"))
+    arrays = inputs, params, carry
+    if not any(map(explicit_axes, jax.tree.leaves(arrays))):
+        return run(*arrays)
+    rows = jax.typeof(inputs.v).sharding
+    with jax.sharding.use_abstract_mesh(rows.mesh):
+        outs = rows.spec, rows.spec, PartitionSpec()
+        split: Any = jax.sharding.auto_axes(run, out_sharding=outs)
+        return split(*arrays)
 
 
 @functools.partial(jax.jit, static_argnums=0)  # equal layers are traced and compiled once
@@ -89,7 +99,8 @@ def roundtrip(
 ) -> tuple[Float[Array, "B _ _ H"], Float[Array, "B _ _ H"]]:
     """Return keys and values as the body of a cache would return them for the tokens of a prompt.
 
-    For methods without parameters that cache keys after RoPE. Others need `roundtrip_layer`.
+    For methods without parameters that cache keys after RoPE. Others need
+    `kvq.cache.roundtrip_layer`.
 
     Args:
         spec: the cache, or its text.

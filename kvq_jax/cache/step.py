@@ -26,6 +26,7 @@ from kvq_jax.cache.layer_step import (
     check_parameters,
     check_shapes,
     check_sinks,
+    check_split,
     counted,
     new_tokens,
     run_layer,
@@ -93,7 +94,8 @@ def begin(
         prefill: static. True for prompts, whose tokens attend to each other in full precision and
             give the prompt statistics of rows that were empty. False for generated tokens, each of
             which sees the cache as if it had come alone.
-        parameters: the results of `prepare_layer`, one for each layer, for methods that need any.
+        parameters: the results of `kvq.parameters.prepare`, one for each layer, for methods that
+            need any.
         implementation: static. "xla", "pallas" or "native". None uses kernels if they can run.
 
     Raises:
@@ -160,11 +162,10 @@ def append_and_attend(
             is missing (the message names it), sinks are missing or the layer has none, the step has
             gone through all layers, or a named implementation cannot run.
     """
-    check_shapes(
-        step.cache.dims.at(min(step.layer, len(step.cache.layers) - 1)),
-        step.positions.shape,
-        dict(q=q, q_pre=q_pre, k=k, k_pre=k_pre, v=v, x=x, residual=residual, sinks=sinks),
-    )
+    arrays = dict(q=q, q_pre=q_pre, k=k, k_pre=k_pre, v=v, x=x, residual=residual, sinks=sinks)
+    check_split(step.cache.placement, arrays)
+    dims = step.cache.dims.at(min(step.layer, len(step.cache.layers) - 1))
+    check_shapes(dims, step.positions.shape, arrays)
     positions, valid = step.positions, step.valid
     inputs = LayerInputs(x, q_pre, q, k_pre, k, v, positions, valid, rope, residual, sinks)
     return through_layer(step, inputs)

@@ -24,6 +24,12 @@ from kvq_jax.placement.placement import Placement
 from kvq_jax.types.array_types import AxisName, Tree
 
 
+def explicit_axes(array: jax.Array) -> list[str]:
+    """Return the mesh axes of type Explicit that split an array."""
+    spec = jax.typeof(array).sharding.spec
+    return [axis for part in spec if part for axis in ((part,) if isinstance(part, str) else part)]
+
+
 @dataclasses.dataclass(frozen=True)
 class Crossing:
     """The way from the mesh around a call to the mesh of a placement, and back."""

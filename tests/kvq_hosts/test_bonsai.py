@@ -11,6 +11,7 @@ import pytest
 
 bonsai = pytest.importorskip("kvq_hosts.bonsai", reason="bonsai is not installed")
 
+from bonsai.utils.samplers import GreedySampler, Sampler  # noqa: E402
 from flax import nnx  # noqa: E402
 
 modeling = bonsai.modeling
@@ -36,26 +37,33 @@ def model_of() -> Any:
     return model
 
 
-def logits_of(model: Any, cache: Any) -> np.ndarray:
-    """Return the logits of greedy steps after two prompts, one of them padded on the left."""
+def sampled(model: Any, cache: Any, sampler: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Return (tokens, logits) of what a sampler of bonsai draws after two prompts, one of them
+    padded on the left."""
     prompt = np.random.default_rng(0).integers(1, VOCAB, (2, TOKENS))
     prompt[1, :4] = 0
-    tokens, steps = jnp.asarray(prompt, jnp.int32), []
-    for _ in range(STEPS):
+    tokens, drawn, steps = jnp.asarray(prompt, jnp.int32), [], []
+    for key in jax.random.split(jax.random.key(0), STEPS):
         logits, cache = modeling.forward(model, cache, tokens, 0)
+        tokens = sampler(logits.at[:, 0].set(-1e9), key=key)  # 0 is padding
+        drawn.append(tokens)
         steps.append(logits)
-        tokens = 1 + jnp.argmax(logits[:, 1:], axis=-1, keepdims=True).astype(jnp.int32)
-    return np.stack(steps)
+    return np.stack(drawn), np.stack(steps)
 
 
-def test_the_exact_cache_gives_the_logits_of_bonsais_own():
+NUCLEUS = Sampler(temperature=1.0, top_p=0.8, top_k=10)
+
+
+@pytest.mark.parametrize("sampler", [GreedySampler(), NUCLEUS], ids=["greedy", "nucleus"])
+def test_the_exact_cache_samples_what_bonsai_samples(sampler: Any):
     model = model_of()
     sizes = 2, TOKENS, STEPS, "float32"
-    expected = logits_of(model, modeling.init_cache(model.config, *sizes))
-    same = logits_of(*bonsai.with_cache(model, "dense", *sizes))
-    np.testing.assert_allclose(same, expected, atol=1e-4)
-    coarse = logits_of(*bonsai.with_cache(model, "int2:sink=0,recent=0,block=4", *sizes))
-    assert np.abs(coarse - expected).max() > 1e-2, "the cache is not read"
+    drawn, expected = sampled(model, modeling.init_cache(model.config, *sizes), sampler)
+    same, logits = sampled(*bonsai.with_cache(model, "dense", *sizes), sampler)
+    np.testing.assert_array_equal(same, drawn)
+    np.testing.assert_allclose(logits, expected, atol=1e-4)
+    coarse = bonsai.with_cache(model, "int2:sink=0,recent=0,block=4", *sizes)
+    assert np.abs(sampled(*coarse, sampler)[1] - expected).max() > 1e-2, "the cache is not read"
     assert type(model.layers[0].attn) is modeling.Attention, "the caller's model is changed"
 
 

@@ -67,6 +67,18 @@ def test_calls_are_checked_as_texts_are():
         kvq.Kivi(bit=4)
 
 
+PROJECT = """
+[build-system]
+requires = ["setuptools"]
+build-backend = "setuptools.build_meta"
+
+[project]
+name = "toy-kvq"
+version = "1.0"
+
+[project.entry-points."kvq_jax.methods"]
+toy = "toy_kvq:Toy"
+"""
 TOY = """
 import dataclasses
 from typing import ClassVar
@@ -90,18 +102,19 @@ print(kvq.Toy(bits=4), kvq.parse("k=toy+v=int4+cache:block=32"), kvq.methods.MET
 
 
 def test_an_installed_package_brings_a_method(tmp_path: pathlib.Path):
-    """A package is installed if its dist-info lies on the path."""
-    (tmp_path / "toy_kvq.py").write_text(TOY)
-    info = tmp_path / "toy_kvq-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-kvq\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[kvq_jax.methods]\ntoy = toy_kvq:Toy\n")
-    start = f"import sys; sys.path.insert(0, {str(tmp_path)!r})"
+    source, site = tmp_path / "toy", tmp_path / "site"
+    source.mkdir()
+    (source / "pyproject.toml").write_text(PROJECT)
+    (source / "toy_kvq.py").write_text(TOY)
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*pip, "--target", str(site), str(source)], check=True, capture_output=True)
+    start = f"import sys; sys.path.insert(0, {str(site)!r})"
     command = [sys.executable, "-c", start + PROGRAM]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("toy:bits=4 k=toy+v=int4")
-    (info / "entry_points.txt").write_text("[kvq_jax.methods]\ntoy = toy_kvq:Gone\n")
+    (points,) = site.glob("toy_kvq-1.0.dist-info/entry_points.txt")
+    points.write_text("[kvq_jax.methods]\ntoy = toy_kvq:Gone\n")
     done = subprocess.run(command, capture_output=True, text=True)
     assert "ValueError: the method 'toy' of 'toy_kvq:Gone': " in done.stderr
 

@@ -63,6 +63,53 @@ def test_a_placed_layer_is_the_layer_of_one_device(kind: str, of_one_device: np.
         plan.read(cache)
 
 
+def mesh_of(kind: AxisType) -> Any:
+    return jax.make_mesh((2, 2), ("data", "kv"), (kind,) * 2, devices=jax.devices()[:4])
+
+
+def test_arrays_on_a_mesh_with_automatic_axes_need_no_placement(of_one_device: np.ndarray):
+    plan, mesh = plan_of(), mesh_of(AxisType.Auto)
+    given = [arrays(slice(0, 60)), arrays(slice(60, 61))]
+    given = jax.device_put(given, NamedSharding(mesh, P("data", None, "kv")))
+    with jax.set_mesh(mesh):
+        run = jax.jit(lambda *given: prompt_and_token(plan, plan.init(2), *given)[0])
+        check(run(*given), of_one_device)
+
+
+def test_arrays_that_explicit_axes_split_need_a_placement():
+    plan, mesh = plan_of(), mesh_of(AxisType.Explicit)
+    cache = kvq.init_cache(SPEC, DIMS, 2, 96, "float32")
+    split = NamedSharding(mesh, P("data", None, "kv"))
+    q, k, v = jax.device_put(arrays(slice(60, 61)), split)
+    heads_first = [jnp.swapaxes(a, 1, 2) for a in (q, k, v)]
+    refused = pytest.raises(
+        ValueError,
+        match=r"^q is split over \['data', 'kv'\] .*: give layer_plan or init_cache",
+    )
+    with refused:
+        plan.attend(plan.init(2), q, k, v, prefill=True)
+    with jax.set_mesh(mesh), refused:
+        jax.eval_shape(lambda *qkv: plan.attend(plan.init(2), *qkv, prefill=True), q, k, v)
+    with refused:
+        kvq.append_and_attend(kvq.begin(cache, 1, prefill=False), *heads_first)
+
+
+@pytest.mark.parametrize("split", [P("data", None, "kv"), P(None, None, "kv")], ids=str)
+def test_rows_on_an_explicit_mesh_are_sent_through_a_cache_and_back(split: P):
+    k, v = arrays(slice(0, 60))[1:]
+    expected = kvq.roundtrip(SPEC, k, v, layout="BTNH")
+    mesh = jax.make_mesh(
+        (2, 2), ("data", "kv"), (AxisType.Explicit,) * 2, devices=jax.devices()[:4]
+    )
+    with jax.set_mesh(mesh):
+        placed = jax.device_put((k, v), NamedSharding(mesh, split))
+        run = jax.jit(lambda k, v: kvq.roundtrip(SPEC, k, v, layout="BTNH"))
+        for rows, same in zip(run(*placed), expected, strict=True):
+            np.testing.assert_allclose(rows, same, atol=1e-6)
+            assert jax.typeof(rows).sharding.spec[: len(split)] == tuple(split)
+    assert np.abs(np.asarray(expected[0]) - k).max() > 1e-3, "nothing is quantized"
+
+
 @pytest.mark.parametrize("kind", ["Explicit", "Auto"])
 def test_a_hosts_shard_map_takes_a_plan_of_its_own_heads(kind: str, of_one_device: np.ndarray):
     types = (getattr(AxisType, kind),)

@@ -34,6 +34,15 @@ def test_a_cache_tells_spec_rows_lengths_and_bytes(cache):
     assert "rows 100, lengths not allocated" in repr(many)
 
 
+def test_a_plan_tells_spec_layer_and_attention():
+    local = kvq.Attention(window=8, soft_cap=30.0)
+    plan = kvq.layer_plan(SPEC, tiny_config(), layer=1, capacity=64, attention=local)
+    assert repr(plan) == (
+        f"CachePlan({kvq.parse(SPEC)}, layer 1, of 64 tokens, in bfloat16,"
+        " attention window=8, soft_cap=30.0)"
+    )
+
+
 def test_a_traced_and_a_donated_cache_print_too(cache):
     seen = []
 

@@ -190,6 +190,42 @@ def test_a_call_may_set_its_scale_cap_and_sinks_but_not_the_window():
         planned.attend(planned.init(2), q, k, v, prefill=True)
 
 
+def test_a_call_may_repeat_the_window_of_its_plan():
+    q, k, v = (jnp.zeros((2, 4, heads, 32)) for heads in (4, 2, 2))
+    local = plan_of(SPEC, attention=kvq.Attention(window=8))
+    whole = plan_of(SPEC)
+
+    def shape(plan: kvq.cache.CachePlan, window: int) -> tuple[int, ...]:
+        def call() -> jax.Array:
+            return plan.attend(plan.init(2), q, k, v, prefill=True, window=window)[0]
+
+        return jax.eval_shape(call).shape
+
+    assert shape(local, 8) == q.shape
+    assert shape(whole, CAPACITY) == q.shape, "a window that holds all tokens is none"
+    for plan, window in ((local, 7), (whole, 8)):
+        with pytest.raises(ValueError, match=f"{window=}, but the cache is made for"):
+            shape(plan, window)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "kivi:skip_layers=0",
+        "k=kivi:bits=2+v=int4",
+        "waterfill:bits=2.5,k_widths=4@0-1/2,skip_layers=3",
+    ],
+)
+def test_each_layer_has_the_plan_that_it_has_in_a_cache_of_all_layers(spec: str):
+    windows = tuple(kvq.Attention(window) for window in (None, 40, 40, None))
+    dims = kvq.CacheDims(4, 4, 2, 32, 128, windows)
+    whole = kvq.cache.layout(spec, dims, 2, 200, "float32").plans
+    for i, expected in enumerate(whole):
+        alone = kvq.layer_plan(spec, dims, layer=i, capacity=200, dtype="float32")
+        assert alone.layer == expected, i
+    assert len(set(whole)) > 1, "one plan for all layers would pass"
+
+
 def test_codecs_follow_the_attention_of_a_call():
     """The probes of zipcache have the scale of the call."""
     spec, arrays = (

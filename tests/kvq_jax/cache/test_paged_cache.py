@@ -139,11 +139,36 @@ def test_two_slots_share_the_pages_of_a_prompt():
     assert not np.array_equal(k[0, PROMPT], k[1, PROMPT]), "slots with the same tokens"
 
 
+def test_a_prompt_is_read_into_its_slot_alone():
+    """As an engine does whose other slots decode."""
+    plan = plan_of(SPEC)
+    paged, prompts = paged_plan(plan), calls([0, 1])[0]
+    table = tables(paged)[0]
+    whole = paged.attend(paged.init(PAGES, 2), table, **prompts)[1]
+    cache = empty = paged.init(PAGES, 2)
+    for slot in range(2):
+        row = slice(slot, slot + 1)
+        one = dataclasses.replace(cache, slots=jax.tree.map(lambda a, r=row: a[r], cache.slots))
+        arrays = {n: prompts[n][row] for n in ("q", "k", "v", "lengths")}
+        _, one = paged.attend(one, table[row], **arrays, prefill=True, layout="BNTH")
+        slots = jax.tree.map(lambda a, b, r=row: a.at[r].set(b), cache.slots, one.slots)
+        cache = dataclasses.replace(one, slots=slots)
+    states = (
+        live(plan.layer, state_of(paged, filled, table), REAL) for filled in (cache, whole, empty)
+    )
+    found, expected, nothing = states
+    assert not differences(found, expected)
+    assert differences(nothing, expected), "a cache without tokens would pass"
+    assert cache.slots.lengths.tolist() == whole.slots.lengths.tolist() == REAL.tolist()
+
+
 def test_bytes_of_pages_and_slots_are_those_of_the_arrays():
     paged = paged_plan(plan_of(SPEC))
     cache = paged.init(PAGES, 2)
     assert kvq.size.nbytes(cache) == PAGES * paged.page_bytes + 2 * paged.slot_bytes
     assert paged.page_tokens == 8
+    usual = kvq.layer_plan("kivi:bits=4", DIMS, layer=1, capacity=4096, dtype="float32")
+    assert paged_plan(usual).page_tokens == 32
 
 
 def test_what_pages_do_not_serve_is_refused():

@@ -112,9 +112,12 @@ def calibrated_on(of_rows: dict[str, np.ndarray], gradients: dict[str, np.ndarra
 REFUSED: list[tuple[Callable[[], Any], str]] = [
     (
         lambda: prepared("xquant", 1),
-        "'xquant' needs the weights of layer 1: give prepare_layer weights=",
+        "'xquant' needs the weights of layer 1: give kvq.parameters.prepare weights=",
     ),
-    (lambda: prepared(SPEC), "k of layer 0 needs levels, .*: give prepare_layer calibrated="),
+    (
+        lambda: prepared(SPEC),
+        "k of layer 0 needs levels, .*: give kvq.parameters.prepare calibrated=",
+    ),
     (
         lambda: prepared(
             "kvquant:bits=2,outliers=0.05", calibrated=calibrated_on(rows(), ones(rows()))
