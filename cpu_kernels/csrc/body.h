@@ -124,11 +124,11 @@ struct RunArrays {
   const float* steps;      // [kRunWidths]: of codes of 1, 2, ... bits
   const int32_t*
       place;  // Keys [H]: the place of a channel among the stored ones, with pairs side by side.
-  const float* scale;      // keys [H]
+  const float* scale;  // keys [H]
   // Values, and keys with Body::synthesis [H, H]; the stored channels have the first rows. Such
   // keys have no place and no scale.
   const float* synthesis;
-  const float* mean;       // [H]
+  const float* mean;  // [H]
 };
 
 // The arrays of one row of the batch and one KV head.
