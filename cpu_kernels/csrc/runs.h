@@ -127,7 +127,7 @@ struct Runs {
     float* const u = channels_of_keys();
     read(first, count, [&](int64_t t, int64_t c, Floats x) { store(u + t * stride + c, x); });
     const int64_t channels = body.channels, half = channels / 2;
-    constexpr int kTokens = 4, kWide = kLanes == 16 ? 4 : 2;
+    constexpr int kTokens = kLanes == 16 ? 8 : 4, kWide = 2;
     for (int64_t t = 0; t < count; t += kTokens) {
       int64_t c = 0;
       for (; c + kWide * kLanes <= channels; c += kWide * kLanes) mix<kTokens, kWide>(u, t, c);
