@@ -10,7 +10,7 @@ import pytest
 
 import kvq_jax as kvq
 from kvq_jax.cache.cache import CacheDims
-from kvq_jax.codecs.codec import TokensAt
+from kvq_jax.codecs.codec import Side, TokensAt
 from kvq_jax.types.rope import Rope, rotate
 from kvq_models import EMBEDDED, load_llama
 from kvq_tools.evaluation.protocol import passage
@@ -57,7 +57,7 @@ def test_the_simulated_waterfill_reads_rows_as_the_method_does(options: str):
     spec = kvq.parse("waterfill:k_widths=65432210,v_widths=65432210" + options)
     widths = {side: np.repeat([[6, 5, 4, 3, 2, 2, 1, 0]], 8, axis=1) for side in moments.SIDES}
     fit = variants.eigen if options else variants.pairs
-    bases = {"k": fit(one), "v": variants.eigen(one)}
+    bases: dict[Side, variants.Basis] = {"k": fit(one), "v": variants.eigen(one)}
     variant = variants.Variant(bases, widths, variants.Rule())
     positions = jnp.arange(TOKENS, dtype=jnp.int32)[None]
     rope = Rope(1e-4 ** (jnp.arange(WIDTH / 2) / (WIDTH / 2)), jnp.ones(()))
