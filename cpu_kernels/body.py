@@ -48,6 +48,7 @@ class Body:
         angle_bits: of a polar code.
         residual_dtype: of outliers.
         root: radii are stored as square roots.
+        synthesis: keys in runs that a matrix makes of their channels, as it does values.
         run_channels: how many channels are stored with 1, 2, ... bits.
     """
 
@@ -70,6 +71,7 @@ class Body:
     angle_bits: int = 0
     residual_dtype: str = "float16"
     root: bool = False
+    synthesis: bool = False
     run_channels: tuple[int, ...] = (0,) * RUN_WIDTHS
 
     def fields(self) -> np.ndarray:

@@ -20,6 +20,9 @@ README = (
 OTHERS = (
     "turboquant:bits=4",
     "turboquant:bits=2",
+    "waterfill:bits=2.5,key_basis=eigen",
+    "waterfill:bits=3,key_basis=eigen",
+    "waterfill:bits=4,key_basis=eigen",
     "waterfill:bits=3",
     "waterfill:bits=2",
     "waterfill:bits=4",

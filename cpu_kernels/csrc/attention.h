@@ -114,7 +114,7 @@ struct Attention : AttentionState {
       const void* rows[kDecoded];
       const int64_t count = minimum(kDecoded, live - at);
       int64_t type = kvq::kFloat32;
-      if (k_runs) runs.keys(first + at, count, rows);
+      if (k_runs) runs.keys(first + at, count, span.keys.turns, rows);
       else type = decoder.rows(first + at, count, rows);
       for (int64_t b = 0; b < blocks; b++) {
         if (k.rotated) decoder.turn_back(first + at, rows_of(b), q_of(b), scaled);

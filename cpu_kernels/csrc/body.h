@@ -62,6 +62,7 @@ struct Body {
   int64_t angle_bits;     // of a polar code
   int64_t residual_type;  // Stored: of outliers
   int64_t root;           // 1 if polar radii are the squares of the stored numbers
+  int64_t synthesis;      // 1 for keys in runs that a matrix makes of their channels
   int64_t run_channels[kRunWidths];  // stored with 1, 2, ... bits
 
   KVQ_INLINE int64_t sets() const { return low_bits == bits ? 1 : 2; }
@@ -123,9 +124,11 @@ struct RunArrays {
   const float* steps;      // [kRunWidths]: of codes of 1, 2, ... bits
   const int32_t*
       place;  // Keys [H]: the place of a channel among the stored ones, with pairs side by side.
-  const float* scale;      // keys [H]
-  const float* synthesis;  // values [H, H]; the stored channels have the first rows
-  const float* mean;       // [H]
+  const float* scale;  // keys [H]
+  // Values, and keys with Body::synthesis [H, H]; the stored channels have the first rows. Such
+  // keys have no place and no scale.
+  const float* synthesis;
+  const float* mean;  // [H]
 };
 
 // The arrays of one row of the batch and one KV head.

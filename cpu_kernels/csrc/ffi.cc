@@ -10,8 +10,8 @@
 //               - E4M3 numbers: only the words
 //               - runs: the words of each run, the widest first, and of each of its plane sets
 //                 [B, K, S / slots, w], the exponents s8 [B, K, S] and the steps f32 [8]; for keys
-//                 then place s32, scale and mean f32 [K, H], for values synthesis f32 [K, H, H] and
-//                 mean f32 [K, H]
+//                 then place s32, scale and mean f32 [K, H], for values and keys with `synthesis`
+//                 synthesis f32 [K, H, H] and mean f32 [K, H]
 //               - outliers, after the others: index u16 and residual [B, S / pool, P], ends u16
 //                 [B, S / pool, K]
 //               - keys before RoPE, after the others: cosines and sines f32 [2, n, H / 2] of the
@@ -99,6 +99,7 @@ std::string refused(const Body& b) {
       return "runs";
   }
   if (runs && (b.stored_channels() < 2 || b.stored_channels() > b.channels)) return "runs";
+  if (b.synthesis && (b.synthesis != 1 || !runs || !b.rotated)) return "synthesis";
   if (polar ? b.affine != kvq::kTokenGroups || b.table || b.rotated || b.pool || b.angle_bits < 1 ||
                   b.angle_bits >= b.bits || b.centre >= 0
             : b.angle_bits || b.root)
@@ -212,7 +213,7 @@ struct Taker {
     runs.exponent = take("exponents of " + name, ffi::S8, {batch, heads, capacity});
     runs.steps = reinterpret_cast<const float*>(
         take("steps of " + name, ffi::F32, {kvq::kRunWidths}, false).data);
-    if (body.rotated) {
+    if (body.rotated && !body.synthesis) {
       runs.place = take("places of " + name, ffi::S32, {heads, body.channels}, false);
       runs.scale = take("scale of " + name, ffi::F32, {heads, body.channels}, false);
     } else {

@@ -5,14 +5,15 @@
 //                                                           b: the width of channel c's run
 //
 //   keys     k = R(p) (u s + mean), pairs side by side. Channels that are not stored are the mean.
+//            k = R(p) (u synthesis + mean), in the model's order, if the body says so.
 //   values   sum_t w_t v_t = (sum_t w_t u_t) synthesis + (sum_t w_t) mean
 #pragma once
 
+#include "decoded.h"
 #include "exact.h"
 
 namespace {
 
-using kvq::kDecoded;
 using kvq::kLongest;
 using kvq::kRunWidths;
 
@@ -62,6 +63,9 @@ struct Runs {
     for (int64_t i = 0; i < kDecoded * stride; i++) vectors[i] = 0;
   }
 
+  // u of kDecoded tokens, if a matrix makes the keys of them: such keys have no tables.
+  float* channels_of_keys() const { return cosines; }
+
   // Put RoPE's tables, scales and means of keys into the order of storage. Channels that are not
   // stored are set in `vectors` once.
   void order_keys(const kvq::Turns& turns) const {
@@ -69,6 +73,7 @@ struct Runs {
     for (int64_t i = 0; i < stride; i++) scale[i] = mean[i] = 0;
     for (int64_t i = 0; i < kDecoded * stride; i++) cosines[i] = sines[i] = 0;
     clear();
+    if (body.synthesis) return;
     for (int64_t c = 0; c < body.channels; c++) {
       const int64_t to = place_of(c);
       if (to < stored) scale[to] = arrays.scale[c];
@@ -88,6 +93,7 @@ struct Runs {
 
   // Put the channels of queries into the order of storage.
   void order(int64_t rows, float* q) const {
+    if (body.synthesis) return;
     const int64_t floats = body.row_floats();
     for (int64_t r = 0; r < rows; r++, q += floats) {
       std::memcpy(turned, q, sizeof(float) * body.channels);
@@ -96,8 +102,9 @@ struct Runs {
   }
 
   // Point at the keys of `count` tokens from body token `first` on, a multiple of kDecoded.
-  void keys(int64_t first, int64_t count, const void** at) const {
-    read(first, count, [&](int64_t t, int64_t c, Floats u) { put_key(t, c, u); });
+  void keys(int64_t first, int64_t count, const kvq::Turns& turns, const void** at) const {
+    if (body.synthesis) synthesize_keys(first, count, turns);
+    else read(first, count, [&](int64_t t, int64_t c, Floats u) { put_key(t, c, u); });
     for (int64_t i = 0; i < count; i++) at[i] = vectors + i * stride;
   }
 
@@ -116,6 +123,47 @@ struct Runs {
   }
 
  private:
+  void synthesize_keys(int64_t first, int64_t count, const kvq::Turns& turns) const {
+    float* const u = channels_of_keys();
+    read(first, count, [&](int64_t t, int64_t c, Floats x) { store(u + t * stride + c, x); });
+    const int64_t channels = body.channels, half = channels / 2;
+    constexpr int kTokens = kLanes == 16 ? 8 : 4, kWide = 2;
+    for (int64_t t = 0; t < count; t += kTokens) {
+      int64_t c = 0;
+      for (; c + kWide * kLanes <= channels; c += kWide * kLanes) mix<kTokens, kWide>(u, t, c);
+      for (; c + kLanes <= channels; c += kLanes) mix<kTokens, 1>(u, t, c);
+      for (; c < channels; c++)
+        for (int64_t i = t; i < t + kTokens; i++) {
+          float sum = arrays.mean[c];
+          for (int64_t s = 0; s < body.stored_channels(); s++)
+            sum += u[i * stride + s] * arrays.synthesis[s * channels + c];
+          vectors[i * stride + c] = sum;
+        }
+    }
+    for (int64_t t = 0; t < count; t++) {
+      float* const vector = vectors + t * stride;
+      turn<false>(vector, turns.steps + t * half, turns.steps + (kDecoded + t) * half, half,
+                  vector);
+    }
+  }
+
+  // Put u synthesis + mean of T tokens from token t of `vectors` on, in V vectors from channel c on.
+  template <int T, int V>
+  KVQ_INLINE void mix(const float* u, int64_t t, int64_t c) const {
+    const int64_t stored = body.stored_channels();
+    const float *row = u + t * stride, *column = arrays.synthesis + c;
+    Floats sums[T][V];
+    for (int i = 0; i < T; i++)
+      for (int v = 0; v < V; v++) sums[i][v] = load(arrays.mean + c + v * kLanes);
+    for (int64_t s = 0; s < stored; s++, column += body.channels)
+      for (int v = 0; v < V; v++) {
+        const Floats entries = load(column + v * kLanes);
+        for (int i = 0; i < T; i++) sums[i][v] += entries * row[i * stride + s];
+      }
+    for (int i = 0; i < T; i++)
+      for (int v = 0; v < V; v++) store(vectors + (t + i) * stride + c + v * kLanes, sums[i][v]);
+  }
+
   void put_key(int64_t t, int64_t c, Floats u) const {
     const int64_t at = t * stride + c;
     const Floats x = u * load(scale + c) + load(mean + c);

@@ -16,7 +16,7 @@ class RunsAcross {
   static bool served(const Body& body) {
     for (int64_t channels : body.run_channels)
       if (channels % kWords) return false;
-    return body.form == kvq::kRuns && body.span % kLanes == 0;
+    return body.form == kvq::kRuns && !body.synthesis && body.span % kLanes == 0;
   }
 
   RunsAcross(const Runs& runs, float* scratch) : runs_(runs), body_(runs.body) {

@@ -120,9 +120,14 @@ def rows(channels: int, dtype: str) -> Body | str:
     return Body(0, 0, channels, chunks, LANES, 1, 1, "channels", 1, scale_dtype=dtype, form="rows")
 
 
-def runs(layouts: Sequence[PlaneLayout], channels: int, *, pre_rope: bool) -> Body | str:
+def runs(
+    layouts: Sequence[PlaneLayout], channels: int, *, pre_rope: bool, synthesis: bool = False
+) -> Body | str:
     """Describe rows in runs of channels of one width, or say in one line why kernels cannot read
-    them."""
+    them.
+
+    synthesis: keys that a matrix makes of their channels.
+    """
     if channels > MOST_CHANNELS:
         return f"head_dim {channels}; CPU kernels serve up to {MOST_CHANNELS}"
     padded = next(
@@ -150,6 +155,7 @@ def runs(layouts: Sequence[PlaneLayout], channels: int, *, pre_rope: bool) -> Bo
         1,
         form="runs",
         rotated=pre_rope,
+        synthesis=synthesis,
         run_channels=tuple(stored),
     )
 

@@ -104,41 +104,41 @@ class Study:
         digest = hashlib.sha256(f"{sizes} {text}".encode()).hexdigest()[:16]
         return self.options.work / f"{kind}_{digest}"
 
-    def fitted_to(self, entry: Entry, domain: str) -> BothSides:
+    def fitted_to(self, rows: str, domain: str) -> BothSides:
         """Return the moments that a variant is fitted to if this domain is scored."""
-        if entry.rows == TEXT:
+        if rows == TEXT:
             return self.learned
-        names = [name for name in self.scenes if (name == domain) == (entry.rows == OWN)]
+        names = [name for name in self.scenes if (name == domain) == (rows == OWN)]
         parts = [
             moments.with_rows(self.learned, scene.keys, scene.values)
             for scene in map(self.scenes.__getitem__, names)
         ]
-        return moments.mixed(parts if entry.rows == OWN else [self.learned, *parts])
+        return moments.mixed(parts if rows == OWN else [self.learned, *parts])
 
     def measured(self, entry: Entry, bits: float) -> VariantRow:
         quantizers = {
-            domain: entry.quantizer(self.fitted_to(entry, domain), bits) for domain in self.scenes
+            domain: entry.quantizer(
+                self.fitted_to(entry.rows, domain),
+                bits,
+                self.fitted_to(entry.scales, domain) if entry.scales else None,
+            )
+            for domain in self.scenes
         }
-        return self._row(entry.name, bits, entry.rows, quantizers, entry.sides)
+        return self._row(entry, bits, quantizers)
 
     def cache(self, spec: str) -> VariantRow:
         """Measure a cache of the registry that learns nothing."""
         one = Cache(spec, self.llama.config)
-        return self._row(spec, CACHES[spec], "", dict.fromkeys(self.scored, one), "kv")
+        entry = Entry(spec, rows="")
+        return self._row(entry, CACHES[spec], dict.fromkeys(self.scored, one))
 
-    def _row(
-        self,
-        name: str,
-        bits: float,
-        rows: str,
-        quantizers: dict[str, Quantizer],
-        sides: str,
-    ) -> VariantRow:
+    def _row(self, entry: Entry, bits: float, quantizers: dict[str, Quantizer]) -> VariantRow:
+        sides, expected = entry.sides, entry.expected
         kl = [
-            kl_through(self.llama, scene, quantizers[domain], sides).mean(axis=1)
+            kl_through(self.llama, scene, quantizers[domain], sides, expected).mean(axis=1)
             for domain, scene in self.scenes.items()
         ]
-        return VariantRow(name, bits, rows, tuple(map(float, np.concatenate(kl))))
+        return VariantRow(entry.name, bits, entry.rows, tuple(map(float, np.concatenate(kl))))
 
 
 def _text(words: str) -> tuple[str, tuple[str, str]]:

@@ -50,6 +50,8 @@ def of_text(llama: Llama, ids: Int[np.ndarray, " n"], count: int, length: int) -
     }
 
     def add(recorded: Recorded) -> None:
+        if recorded.side == "q":
+            return
         rows = np.moveaxis(recorded.array[SINK:].astype(np.float64), 0, 1)
         square = np.swapaxes(rows, 1, 2) @ rows
         into = sums[recorded.side]

@@ -14,6 +14,7 @@ once they leave the window. A cache's rows that age while others are scored are 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -77,9 +78,12 @@ def _attended(
     q: Array,
     exact: tuple[RowsBKTH, RowsBKTH],
     quantized: tuple[RowsBKTH, RowsBKTH],
+    errors: Float[Array, "B K half"],
     positions: PositionsBT,
 ) -> HiddenBTD:
-    """Attend over keys after RoPE and values, exact and quantized."""
+    """Attend over keys after RoPE and values, exact and quantized. Scores of quantized keys have
+    1/2 sum_i errors_i |q_i|^2 / 2 added, with q_i the pairs of a query times the scale of scores.
+    """
     batch, heads, length, width = q.shape
     kv_heads = exact[0].shape[1]
     scale = layer.attention.scale or width**-0.5
@@ -87,15 +91,25 @@ def _attended(
     at, s = positions[0][:, None], jnp.arange(exact[0].shape[2])[None]
     body = SINK + jnp.maximum(0, at + 1 - SINK - RECENT) // BLOCK * BLOCK
     aged = (s >= SINK) & (s < body)
+    first, second = jnp.split(jnp.square(q), 2, axis=-1)
+    added = jnp.einsum("bkgti,bki->bkgt", first + second, errors)[..., None] / 4
     scores = jnp.where(
         aged,
-        jnp.einsum("bkgth,bksh->bkgts", q, quantized[0]),
+        jnp.einsum("bkgth,bksh->bkgts", q, quantized[0]) + added,
         jnp.einsum("bkgth,bksh->bkgts", q, exact[0]),
     )
     weights = jax.nn.softmax(jnp.where(s <= at, scores, -jnp.inf), axis=-1)
     out = jnp.einsum("bkgts,bksh->bkgth", jnp.where(aged, weights, 0), quantized[1])
     out += jnp.einsum("bkgts,bksh->bkgth", jnp.where(aged, 0, weights), exact[1])
     return layer.finish(hidden, out.reshape(batch, heads, length, width))
+
+
+@functools.partial(jax.jit, static_argnames="prompt")
+def _pair_errors(read: RowsBKTH, exact: RowsBKTH, prompt: int) -> Float[Array, "B K half"]:
+    """Return the mean squared errors of the RoPE pairs of a prompt's keys that are quantized."""
+    squares = jnp.mean(jnp.square(read - exact)[:, :, SINK:prompt], axis=2)
+    first, second = jnp.split(squares, 2, axis=-1)
+    return first + second
 
 
 @jax.jit
@@ -127,11 +141,13 @@ def scene_of(llama: Llama, windows: Int[np.ndarray, "B S"], prompt: int) -> Scen
 
 
 def kl_through(
-    llama: Llama, scene: Scene, quantize: Quantizer, sides: str = "kv"
+    llama: Llama, scene: Scene, quantize: Quantizer, sides: str = "kv", expected: bool = False
 ) -> Float[np.ndarray, "B T-1"]:
     """Return the KL divergence of each scored token from full precision, in nats.
 
     sides: the sides that are read quantized, "k", "v" or "kv".
+    expected: True if quantized tokens get the weights that are expected of normal errors of the
+        size that keys of the prompt have: E exp(s + e) = exp(s + E e^2 / 2).
     """
     length = scene.tokens.shape[1]
     positions = jnp.arange(length, dtype=jnp.int32)[None]
@@ -145,7 +161,8 @@ def kl_through(
         k_rot = _rotated(k, positions, rope)
         k_read = quantize(index, "k", k, positions, rope) if "k" in sides else k_rot
         v_read = quantize(index, "v", v, positions, rope) if "v" in sides else v
-        hidden = _attended(layer, hidden, q, (k_rot, v), (k_read, v_read), new)
+        errors = _pair_errors(k_read, k_rot, scene.prompt) * float(expected)
+        hidden = _attended(layer, hidden, q, (k_rot, v), (k_read, v_read), errors, new)
     return np.concatenate(
         [
             np.asarray(_kl(llama, one[None, 1:], logprobs[None]))

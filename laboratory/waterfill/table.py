@@ -17,6 +17,7 @@ from laboratory.waterfill.variants import (
     Variant,
     eigen,
     pairs,
+    rescaled,
     spread,
     turned_within_runs,
     widths_of,
@@ -37,6 +38,7 @@ class Entry:
 
     name: as the page has it.
     rows: the rows that it is fitted to.
+    scales: the rows that means, and if `deviations` deviations of channels, are of, if others.
     keys, values: moments -> basis.
     within: "" or "chunks" or "runs", in which channels are turned among themselves.
     rule: how normalized channels are quantized.
@@ -44,10 +46,13 @@ class Entry:
     overhead: stored bits of an element beside the codes and the token's byte.
     sides: the sides that are quantized.
     key_share: chunk bits that keys take from values.
+    expected: True if scores of quantized keys have half of their expected variance added.
     """
 
     name: str
     rows: str = TEXT
+    scales: str = ""
+    deviations: bool = True
     keys: Callable[[Moments], Basis] = pairs
     values: Callable[[Moments], Basis] = eigen
     within: str = ""
@@ -59,14 +64,20 @@ class Entry:
     overhead: float = 0.0
     sides: str = "kv"
     key_share: int = 0
+    expected: bool = False
 
     @property
     def free_sides(self) -> tuple[Side, ...]:
         """Return the sides whose channels can be mixed: RoPE pairs cannot."""
         return ("v",) if self.keys is pairs else SIDES
 
-    def quantizer(self, moments: BothSides, bits: float) -> Variant:
-        """Return the variant for `bits` stored bits of an element, scales included."""
+    def quantizer(
+        self, moments: BothSides, bits: float, scales: BothSides | None = None
+    ) -> Variant:
+        """Return the variant for `bits` stored bits of an element, scales included.
+
+        scales: the moments that means and deviations are of.
+        """
         head_dim = moments["k"].mean.shape[-1]
         keys, values = (sum(side) for side in template(bits - self.overhead, head_dim))
         assert head_dim == 8 * CHUNKS, "a chunk is 8 channels"
@@ -84,6 +95,11 @@ class Entry:
             bases |= {side: spread(bases[side]) for side in self.free_sides}
         elif self.within == "runs":
             bases |= {s: turned_within_runs(bases[s], widths[s]) for s in self.free_sides}
+        if scales is not None:
+            bases = {
+                side: rescaled(bases[side], scales[side], deviations=self.deviations)
+                for side in SIDES
+            }
         return Variant(bases, widths, self.rule)
 
 
@@ -100,6 +116,7 @@ def _ridged(moments: Moments) -> Basis:
 
 
 EIGEN = dataclasses.replace(Entry("eigen keys"), keys=eigen)
+SHARED = dataclasses.replace(EIGEN, name="eigen keys, joint bits", joint=True)
 BOTH = dataclasses.replace(EIGEN, name="both", within="chunks")
 JOINT = dataclasses.replace(BOTH, name="  and joint bits", joint=True)
 
@@ -115,7 +132,7 @@ ENTRIES = (
     dataclasses.replace(BOTH, name="  and the own domain", rows=OWN),
     dataclasses.replace(BOTH, name="  and other domains", rows=OTHERS),
     dataclasses.replace(EIGEN, name="eigenbases, runs turned", within="runs"),
-    dataclasses.replace(BOTH, name="  and levels of Lloyd and Max", rule=Rule(lloyd=True)),
+    dataclasses.replace(BOTH, name="  and levels of Lloyd and Max", rule=Rule(lloyd=1)),
     dataclasses.replace(BOTH, name="  and every channel may be clipped", rule=Rule(unclipped=9)),
     dataclasses.replace(BOTH, name="  and unclipped from 4 bits", rule=Rule(unclipped=4)),
     dataclasses.replace(BOTH, name="  and unclipped from 3 bits", rule=Rule(unclipped=3)),
@@ -128,7 +145,16 @@ ENTRIES = (
     ),
     dataclasses.replace(BOTH, name="  and widths of the energies' root", power=0.5),
     dataclasses.replace(BOTH, name="  and at least one bit", least=1),
-    dataclasses.replace(EIGEN, name="eigen keys, joint bits", joint=True),
+    SHARED,
+    dataclasses.replace(SHARED, name="  and means of the prompt", scales=OWN, deviations=False),
+    dataclasses.replace(SHARED, name="  and means and deviations of the prompt", scales=OWN),
+    dataclasses.replace(SHARED, name="  and expected weights", expected=True),
+    dataclasses.replace(
+        SHARED, name="  and levels of Lloyd and Max from 3 bits", rule=Rule(lloyd=3)
+    ),
+    dataclasses.replace(
+        SHARED, name="  and scales of each block", rule=Rule(block=32), overhead=BLOCK_BITS
+    ),
     JOINT,
     dataclasses.replace(JOINT, name="  and joint bits, own domain", rows=OWN),
     dataclasses.replace(JOINT, name="  and joint bits, other domains", rows=OTHERS),

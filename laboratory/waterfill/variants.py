@@ -87,6 +87,22 @@ def _eigen_of(covariance: np.ndarray, metric: np.ndarray) -> tuple[np.ndarray, .
     return analysis, synthesis, energies
 
 
+def rescaled(basis: Basis, moments: Moments, *, deviations: bool) -> Basis:
+    """Return the basis with the means of other rows and, if `deviations`, its channels divided by
+    their deviations there. Energies stay."""
+    if not deviations:
+        return basis._replace(mean=moments.mean)
+    variance = np.einsum(
+        "lkce,lkcd,lkde->lke", basis.analysis, moments.covariance, basis.analysis, optimize=True
+    )
+    deviation = np.sqrt(np.maximum(variance, 1e-6))
+    return basis._replace(
+        mean=moments.mean,
+        analysis=basis.analysis / deviation[..., None, :],
+        synthesis=basis.synthesis * deviation[..., :, None],
+    )
+
+
 def _paired(channels: np.ndarray) -> np.ndarray:
     first, second = np.split(channels, 2, axis=-1)
     return (first + second) / 2
@@ -159,7 +175,8 @@ class Rule:
     """The quantizer of normalized channels.
 
     unclipped: from this many bits on, no channel of a token is clipped.
-    lloyd: the levels of Lloyd and Max up to 4 bits in place of equal steps.
+    lloyd: the levels of Lloyd and Max from so many bits up to 4 in place of equal steps, 0 for
+        none.
     search: the number of scales around the root mean square, of which the one of least error is
         taken, weighted by energies if `weighted`.
     block: tokens that share a scale for each channel, a byte each; 0 for none.
@@ -167,7 +184,7 @@ class Rule:
     """
 
     unclipped: int = 5
-    lloyd: bool = False
+    lloyd: int = 0
     search: int = 0
     weighted: bool = False
     block: int = 0
@@ -256,7 +273,7 @@ def _levels(u: Array, widths: Array, steps: Array, half: Array, rule: Rule) -> A
     uniform = (jnp.clip(jnp.floor(u / safe), -half, half - 1) + 0.5) * safe
     if not rule.lloyd:
         return uniform
-    for bits in range(1, LLOYD_MOST + 1):
+    for bits in range(rule.lloyd, LLOYD_MOST + 1):
         levels = lloyd_levels(bits).astype(np.float32)
         read = jnp.full(u.shape, levels[0])
         for low, high in itertools.pairwise(levels):

@@ -36,13 +36,14 @@ def polar(bits: int, angle_bits: int, channels: int, *, group: int, **options) -
     return tokens(bits, channels, group, form="polar", angle_bits=angle_bits, **options)
 
 
-def runs(channels: int, block: int, rotated: bool = False, **widths: int) -> BodyCase:
+def runs(
+    channels: int, block: int, rotated: bool = False, synthesis: bool = False, **widths: int
+) -> BodyCase:
     """Return a body in runs. widths: the channels with one, two, ... bits."""
     names = ("one", "two", "three", "four", "five", "six", "seven", "eight")
     stored = tuple(widths.get(name, 0) for name in names)
-    return BodyCase(
-        0, channels, block, "channels", 1, form="runs", rotated=rotated, run_channels=stored
-    )
+    options = {"rotated": rotated, "synthesis": synthesis, "run_channels": stored}
+    return BodyCase(0, channels, block, "channels", 1, form="runs", **options)
 
 
 CASES = {
@@ -92,6 +93,18 @@ CASES = {
         runs(64, 48, eight=16, five=8, three=24, two=16),
     ),
     "runs of keys alone": (runs(32, 48, True, two=32), channels(2, 32, 32, 48)),
+    "runs of mixed keys": (
+        runs(64, 32, True, True, five=8, four=8, three=8, two=16, one=8),
+        runs(64, 32, six=8, three=24, two=8, one=16),
+    ),
+    "runs of mixed keys, head dim 80": (
+        runs(80, 16, True, True, three=10, one=20),
+        runs(80, 16, two=6),
+    ),
+    "runs of mixed keys, head dim 12": (
+        runs(12, 48, True, True, six=4, two=6),
+        channels(2, 12, 12, 48),
+    ),
 }
 BATCH, HEADS = 3, 2
 

@@ -40,6 +40,7 @@ class BodyCase:
     angle_bits: int = 0
     residual_dtype: str = "float16"
     root: bool = False
+    synthesis: bool = False
     run_channels: tuple[int, ...] = (0,) * RUN_WIDTHS
 
     @property
@@ -60,7 +61,8 @@ class BodyCase:
             )
         if self.form == "runs":
             chunks, span = -(-self.channels // 16), math.gcd(self.block, SPAN)
-            options = {"rotated": self.rotated, "run_channels": self.run_channels}
+            names = "rotated", "synthesis", "run_channels"
+            options = {name: getattr(self, name) for name in names}
             return Body(
                 0, 0, self.channels, chunks, 16, 1, span, "channels", 1, form="runs", **options
             )
@@ -164,12 +166,18 @@ class BodyCase:
         u = np.concatenate(rows, axis=-1) * 2.0 ** (exponents[..., None] / 8)
         stored, mean = u.shape[-1], 0.5 * rng.normal(size=(heads, self.channels)).astype(np.float32)
         arrays = [*map(np.asarray, words), exponents, steps]
-        if not self.rotated:
-            synthesis = rng.normal(size=(heads, self.channels, self.channels)).astype(np.float32)
-            return [*arrays, synthesis, mean], np.einsum(
-                "bktc,kch->bkth", u, synthesis[:, :stored]
-            ) + mean[None, :, None]
         half = self.channels // 2
+        if not self.rotated or self.synthesis:
+            synthesis = rng.normal(size=(heads, self.channels, self.channels)).astype(np.float32)
+            if self.rotated:  # so that no token has all the weight
+                synthesis /= np.float32(math.sqrt(self.channels))
+            vectors = np.einsum("bktc,kch->bkth", u, synthesis[:, :stored]) + mean[None, :, None]
+            arrays += [synthesis, mean]
+            return (
+                ([*arrays, *_turns(half, tokens)], _rotated(vectors))
+                if self.rotated
+                else (arrays, vectors)
+            )
         ranks = np.stack([rng.permutation(half) for _ in range(heads)])
         place = np.concatenate([2 * ranks, 2 * ranks + 1], axis=-1).astype(np.int32)
         scale = 0.5 * rng.normal(size=(heads, self.channels)).astype(np.float32)

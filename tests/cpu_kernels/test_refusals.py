@@ -48,8 +48,11 @@ def call_of(case: str) -> Call:
 
 
 # a body of each form: groups, a centre in place of zero points, tables with outliers before RoPE,
-# exact rows, polar keys, runs
-FORMS = ("3 bits, 64", "3 bits, 128", "before RoPE, tables", "dense fp32", "polar", "runs")
+# exact rows, polar keys, runs of pairs and of channels that a matrix mixes
+FORMS = (
+    *("3 bits, 64", "3 bits, 128", "before RoPE, tables", "dense fp32", "polar", "runs"),
+    "runs of mixed keys",
+)
 
 
 @pytest.mark.parametrize("case", FORMS)
@@ -85,7 +88,8 @@ FIELDS = (
         ("polar", "form", "rows"),
     ),
     *(("polar", "angle_bits", 9), ("outliers", "pool", 7), ("dense fp32", "rotated", True)),
-    *(("runs", "form", "polar"), ("runs", "span", 8)),
+    *(("runs", "form", "polar"), ("runs", "span", 8), ("runs", "synthesis", True)),
+    *(("3 bits, 64", "synthesis", True), ("runs of mixed keys", "synthesis", False)),
     *(("runs", "run_channels", (n, m, *(0,) * 6)) for n, m in ((3, 0), (0, 0), (66, 0), (-2, 66))),
 )
 

@@ -4,6 +4,7 @@ Equations: README.md beside this file."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,10 +12,11 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from kvq_jax.arrays import run_array
 from kvq_jax.arrays.run_array import RunArray
+from kvq_jax.codecs import native_bodies
 from kvq_jax.codecs.codec import Side
 from kvq_jax.codecs.dots import weigh_rows
 from kvq_jax.codecs.fitting import Rows
-from kvq_jax.codecs.kernels import Kernels, unserved
+from kvq_jax.codecs.kernels import Kernels
 from kvq_jax.codecs.runs import FISHER, RunsCodec, calibrated
 from kvq_jax.methods.waterfill import fit
 from kvq_jax.types.array_types import ArraySpec, Axis, CachedRows, Tree
@@ -100,16 +102,21 @@ class EigenCodec(RunsCodec):
 
 @dataclasses.dataclass(frozen=True)
 class EigenKeyCodec(EigenCodec):
-    """Keys before RoPE in their eigenbasis. Each is turned back before it is rotated, which no
-    kernel does."""
+    """Keys before RoPE in their eigenbasis. Each is turned back before it is rotated."""
 
     side: Side = "k"
     pre_rope: bool = True
+    read_by_kernels = ("synthesis", "mean")
     fitted_with = f"{FISHER},basis=eigen"
 
     @property
     def kernels(self) -> Kernels:
-        return unserved("key_basis=eigen: no kernel turns keys back before it rotates them")
+        runs = self.format.layouts, self.format.channels
+        return dataclasses.replace(
+            super().kernels,
+            reader=lambda: "key_basis=eigen: no GPU kernel turns keys back before it rotates them",
+            native=functools.partial(native_bodies.runs, *runs, pre_rope=True, synthesis=True),
+        )
 
 
 @dataclasses.dataclass(frozen=True)

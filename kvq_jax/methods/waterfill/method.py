@@ -60,7 +60,7 @@ class Waterfill(Method):
     v_widths: int | PerLayer = option(0, "the same for values", per_layer=True)
     key_basis: str = option(
         "pairs",
-        "channels of keys: RoPE pairs, which kernels read, or an eigenbasis, as values have; a"
+        "channels of keys: RoPE pairs, which all kernels read, or an eigenbasis, as values have; a"
         " layer's keys and values then share their bits out together",
         choices=("pairs", "eigen"),
     )
