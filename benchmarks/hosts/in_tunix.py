@@ -77,7 +77,8 @@ def model_of(family: str) -> Any:
     for layer in model.layers:
         if module in (llama3, qwen2):
             for projection in (layer.attn.q_proj, layer.attn.k_proj):
-                projection.w.set_value(4 * projection.w[...])
+                factor = 4 if module is llama3 else 24  # Qwen 2's initial weights are smaller
+                projection.w.set_value(factor * projection.w[...])
         else:  # both are normalized
             norm = layer.attn.q_norm if module is qwen3 else layer.attn._query_norm
             scale = norm.w if module is qwen3 else norm.scale
