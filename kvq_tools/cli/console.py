@@ -12,9 +12,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from tqdm import tqdm
+if TYPE_CHECKING:  # imported late: a pipe sees no bar
+    from tqdm import tqdm
 
 ERASED = "\x1b[K"  # clears a terminal's line from the cursor on
 PIPED_SECONDS = 5  # between lines about a long prompt if stderr is no terminal
@@ -157,10 +158,10 @@ def progress(
     """
     message = printable(message) + ("" if tokens is None else f", {tokens} tokens")
     started, done, terminal = time.perf_counter(), threading.Event(), sys.stderr.isatty()
-    line = tqdm(
-        desc=f"kvq: {message}", bar_format="{desc} ... {elapsed}", leave=False, disable=not terminal
-    )
-    if not terminal:
+    line = None
+    if terminal:
+        line = _bar(desc=f"kvq: {message}", bar_format="{desc} ... {elapsed}")
+    else:
         print(f"kvq: {message} ...", file=sys.stderr, flush=True)
 
     def tick() -> None:
@@ -169,7 +170,7 @@ def progress(
             so_far = ""
             if part and tokens is not None:
                 so_far = f" ... {part:.0%}, {tokens * part / seconds:.0f} tokens/s"
-            if terminal:
+            if line is not None:
                 line.set_description_str(f"kvq: {message}{so_far}")
             elif tokens is not None:
                 print(f"kvq: {message}{so_far} ... {seconds:.0f} s", file=sys.stderr, flush=True)
@@ -181,7 +182,8 @@ def progress(
     finally:
         done.set()
         ticker.join()
-        line.close()
+        if line is not None:
+            line.close()
     seconds = time.perf_counter() - started
     if tokens is not None and seconds > PIPED_SECONDS:
         speed = f"{tokens} tokens read in {seconds:.0f} s, {tokens / seconds:.0f} tokens/s"
@@ -194,7 +196,13 @@ def bar(items: Sequence[T], message: str) -> Iterator[T]:
     shown = sys.stderr.isatty()
     if items and not shown:
         print(f"kvq: {message}, {len(items)} ...", file=sys.stderr, flush=True)
-    yield from tqdm(items, desc=f"kvq: {message}", leave=False, disable=not items or not shown)
+    yield from _bar(items, desc=f"kvq: {message}") if items and shown else items
+
+
+def _bar(*items: Any, **options: Any) -> tqdm:
+    from tqdm import tqdm
+
+    return tqdm(*items, leave=False, **options)
 
 
 @contextmanager
@@ -208,18 +216,8 @@ def byte_bar(message: str) -> Iterator[Callable[[int, int], None]]:
             terminal = sys.stderr.isatty()
             if not terminal:
                 print(f"kvq: {message} ...", file=sys.stderr, flush=True)
-            text = f"kvq: {message}"
-            shown.append(
-                tqdm(
-                    desc=text,
-                    total=total,
-                    initial=done,
-                    unit="B",
-                    unit_scale=True,
-                    leave=False,
-                    disable=not terminal,
-                )
-            )
+            text, unit = f"kvq: {message}", {"unit": "B", "unit_scale": True}
+            shown.append(_bar(desc=text, total=total, initial=done, disable=not terminal, **unit))
         shown[0].update(done - shown[0].n)
 
     try:

@@ -31,13 +31,16 @@ from kvq_tools.evaluation.compare import compare
 from kvq_tools.evaluation.defaults import STEP
 from kvq_tools.evaluation.forward import causal_attention
 
+LOGITS = 1 << 24  # that exist at a time, at most, beside those of the full-precision model
+
 
 class Sensitivity:
     """The full-precision model on windows [B, T]. `kl(spec, layer)` is the cost of a cache in one
     layer.
 
     The first `prompt` tokens of a window are prefilled, and T - prompt must be a multiple of
-    `step`. Memory: the inputs of every layer, and the prompt's keys and values.
+    `step`. Memory: the inputs of every layer, the prompt's keys and values, and the full-precision
+    logits of the tokens after it.
     """
 
     def __init__(
@@ -81,9 +84,20 @@ class Sensitivity:
             inputs = attention_inputs(layer_above, hidden, positions, valid, self.rope)
             attended = _exact(layer_above, inputs, self.prompts[above])
             hidden = finish_layer(layer_above, hidden, attended)
-        return float(
-            _mean_kl(head(self.llama, hidden[:, :-1]), self.exact, self.tokens[:, prompt + 1 :])
-        )
+        return self._divergence(hidden[:, :-1])
+
+    def _divergence(self, hidden: HiddenBTD) -> float:
+        """Return the mean KL of predictions from the last layer's output for the tokens after the
+        prompt but the last."""
+        batch, length = hidden.shape[:2]
+        size = max(1, LOGITS // (batch * self.llama.config.vocab_size))
+        following = self.tokens[:, self.prompt + 1 :]
+        total = 0.0
+        for at in range(0, length, size):
+            chunk = (slice(None), slice(at, at + size))
+            logits = head(self.llama, hidden[chunk])
+            total += float(_sum_of_kl(logits, self.exact[chunk], following[chunk]))
+        return total / (batch * length)
 
     def _through(self, llama: Llama, spec: CacheSpec, layer: int) -> HiddenBTD:
         """Return the layer's output for the tokens after the prompt, read through the cache step by
@@ -133,7 +147,7 @@ def _exact(
 
 
 @jax.jit
-def _mean_kl(
+def _sum_of_kl(
     logits: Float[Array, "B T V"], exact: Float[Array, "B T V"], following: Int[Array, "B T"]
 ) -> Float[Array, ""]:
-    return compare(logits, exact, following).kl.mean()
+    return compare(logits, exact, following).kl.sum()

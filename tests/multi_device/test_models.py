@@ -23,6 +23,7 @@ from kvq_jax.peak_rates import DEVICES
 from kvq_jax.placement.allowed import parse
 from kvq_models import (
     decode_step,
+    forward,
     generate,
     generate_stream,
     load_llama,
@@ -252,14 +253,29 @@ def test_two_processes_write_the_text_of_one_and_end_together(tmp_path: pathlib.
     assert found["prepared"] == pytest.approx(prepared, rel=1e-4)
 
 
-def test_experts_are_split_within_each_and_give_the_logits_of_one_device():
+@pytest.mark.parametrize(
+    ("family", "count", "mesh", "axis"),
+    [
+        ("mixtral", 6, "heads=2", 0),
+        ("mixtral", 5, "heads=2", 2),  # 5 experts do not divide: the inner channels do
+        ("gpt_oss", 8, "rows=2,heads=2,tokens=2", 0),
+    ],
+)
+def test_experts_are_split_among_devices_and_give_the_logits_of_one(
+    family: str, count: int, mesh: str, axis: int
+):
     sizes = {"num_hidden_layers": 1, "num_attention_heads": 8, "num_key_value_heads": 2}
-    experts = {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None}
-    llama = random_llama(tiny_config("mixtral", head_dim=16, **sizes, **experts))
-    placement = parse("heads=2")
+    experts = {"num_local_experts": count, "num_experts_per_tok": 2, "sliding_window": 8}
+    llama = random_llama(tiny_config(family, head_dim=16, **sizes, **experts))
+    placement = parse(mesh)
     placed = shard_llama(llama, placement)
-    kernel = weights(placed)["layers.0.mlp.gate"].leaf
-    assert kernel.addressable_shards[0].data.nbytes == kernel.nbytes // 2
+    parts = placement.size("heads") * placement.size("tokens")
+    of_layer = {name.rpartition(".")[2]: weight.leaf for name, weight in weights(placed).items()}
+    shape = of_layer["gate"].sharding.shard_shape(of_layer["gate"].shape)
+    assert shape[axis] * parts == of_layer["gate"].shape[axis]
+    for name in ("gate", "up", "down"):
+        assert of_layer[name].addressable_shards[0].data.nbytes * parts == of_layer[name].nbytes
+    assert of_layer["router"].is_fully_replicated
     step = jax.jit(decode_step)
 
     def logits(llama: Llama, placement: kvq.Placement | None) -> np.ndarray:
@@ -267,7 +283,13 @@ def test_experts_are_split_within_each_and_give_the_logits_of_one_device():
         whose tokens take their experts' weights."""
         cache = kvq.init_cache(SPEC, llama.config, 2, CAPACITY, "float32", placement=placement)
         first, cache = prefill(llama, cache, TOKENS)
-        return np.stack([first, step(llama, cache, np.array([5, 9]))[0]])
+        token = np.array([5, 9])
+        compiled = step.lower(llama, cache, token).compile()
+        largest = max((size for size, _ in collectives(compiled)), default=0)
+        assert largest <= 2 * max(llama.config.vocab_size, 8 * 17) * 4, "experts are gathered"
+        return np.stack([first, compiled(llama, cache, token)[0]])
 
     expected, found = logits(llama, None), logits(placed, placement)
     assert np.abs(found - expected).max() < 1e-4 < np.abs(found[:, ::-1] - expected).max()
+    exact, without = (jax.jit(forward)(one, jnp.asarray(TOKENS)) for one in (llama, placed))
+    assert np.abs(np.asarray(without) - np.asarray(exact)).max() < 1e-4, "without a placement"

@@ -71,7 +71,7 @@ def prefill_together(
         inputs = attention_inputs(layer, hidden, steps[0].positions, steps[0].valid, rope)
         attention, first = through_layer(steps[0], inputs)
         steps = [first, *(through_layer(step, inputs, attend=False)[1] for step in steps[1:])]
-        hidden = finish_layer(layer, hidden, attention)
+        hidden = finish_layer(layer, hidden, attention, caches[0].placement)
     last = (
         hidden[:, -1:]
         if lengths is None
@@ -96,5 +96,5 @@ def decode(
     for layer in llama.layers:
         inputs = attention_inputs(layer, hidden, step.positions, step.valid, rope)
         attention, step = through_layer(step, inputs)
-        hidden = finish_layer(layer, hidden, attention)
+        hidden = finish_layer(layer, hidden, attention, cache.placement)
     return hidden, step.valid, finish(step)

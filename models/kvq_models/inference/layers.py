@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -13,6 +14,7 @@ from jaxtyping import Array, Float, Int
 from kvq_jax.attention.dispatch import Launch
 from kvq_jax.cache.cache import Cache
 from kvq_jax.cache.step import Step, finish, through_layer
+from kvq_jax.placement.placement import Placement
 from kvq_jax.types.array_types import LayerInputs
 from kvq_models.llama.model import HiddenBTD, Layer, Llama
 from kvq_models.llama.rope import ropes_for
@@ -37,7 +39,7 @@ def run_layers(llama: Llama, step: Step, tokens: Int[Array, "B T"]) -> tuple[Hid
         inputs = attention_inputs(layer, hidden, positions, valid, rope, placement)
         inputs = _first_row(inputs) if twice else inputs
         attention, step = through_layer(step, inputs)
-        hidden = split(finish_layer(layer, hidden, attention))
+        hidden = split(finish_layer(layer, hidden, attention, placement))
     return hidden[: len(tokens)], finish(step)
 
 
@@ -70,14 +72,19 @@ def residual_split(cache: Cache) -> Callable[[HiddenBTD], HiddenBTD]:
 attention_inputs = jax.jit(Layer.attention_inputs, static_argnames="placement")
 
 
-@jax.jit
-def finish_layer(layer: Layer, hidden: HiddenBTD, attention: Float[Array, "#B N T H"]) -> HiddenBTD:
+@functools.partial(jax.jit, static_argnames="placement")
+def finish_layer(
+    layer: Layer,
+    hidden: HiddenBTD,
+    attention: Float[Array, "#B N T H"],
+    placement: Placement | None = None,
+) -> HiddenBTD:
     """Run layer.finish in chunks of tokens, so that the MLP's wide activations never exist for a
     whole prompt."""
     length = hidden.shape[1]
     chunks = -(-length // FINISH_CHUNK)
     if chunks == 1:
-        return layer.finish(hidden, attention)
+        return layer.finish(hidden, attention, placement)
     padding = chunks * FINISH_CHUNK - length
     hidden = jnp.pad(hidden, ((0, 0), (0, padding), (0, 0)))
     attention = jnp.pad(attention, ((0, 0), (0, 0), (0, padding), (0, 0)))
@@ -87,6 +94,7 @@ def finish_layer(layer: Layer, hidden: HiddenBTD, attention: Float[Array, "#B N 
         return layer.finish(
             lax.dynamic_slice_in_dim(hidden, at, FINISH_CHUNK, 1),
             lax.dynamic_slice_in_dim(attention, at, FINISH_CHUNK, 2),
+            placement,
         )
 
     done = jnp.moveaxis(lax.map(one, jnp.arange(chunks, dtype=jnp.int32)), 0, 1)

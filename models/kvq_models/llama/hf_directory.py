@@ -247,22 +247,34 @@ class HfDirectory:
         return read
 
     def packs(self, name: str) -> bool:
-        """Return True if a tensor can be read packed: a matrix of numbers of 16 bits."""
+        """Return True if a tensor can be read packed: a matrix of numbers of 16 bits, or the
+        experts of gpt-oss in MXFP4."""
         from kvq_models.llama.gguf_blocks import is_whole  # imported late: it needs JAX
 
-        stored, piece = self.tensors[name], self._slices.get(name)
+        stored, piece, experts = self.tensors[name], self._slices.get(name), ".experts." in name
+        if (weight := self._quantized(name)) is not None:
+            by_expert = (*stored.shape[:-2], *stored.shape[:-3:-1])
+            return experts and weight.packs and is_whole(by_expert, experts=True)
         rows = piece is None or piece.axis == 0
-        numbers = stored.dtype in NUMBERS and self._quantized(name) is None
-        whole = is_whole(stored.shape, experts=".experts." in name)
-        return rows and numbers and whole and len(stored.shape) == 2
+        whole = is_whole(stored.shape, experts=experts)
+        return rows and stored.dtype in NUMBERS and whole and len(stored.shape) == 2
 
     def packed(self, names: Sequence[str], dtype: Any) -> tuple[Any, bool]:
         """Return a tensor that `packs` as a PackedMatrix [in, out] of its values, and True if all
-        of it is finite. The outputs of several tensors lie behind each other."""
-        from kvq_models.llama.gguf_blocks import matrix_of_numbers  # imported late: it needs JAX
+        of it is finite. The outputs of several tensors, or of all experts in one, lie behind each
+        other."""
+        from kvq_models.llama import gguf_blocks  # imported late: it needs JAX
 
+        if (weight := self._quantized(names[0])) is not None:
+            blocks, piece = weight.blocks(), self._slices.get(names[0])
+            rows = blocks if piece is None else blocks[:, piece.part]
+            return gguf_blocks.packed_matrix(
+                rows.reshape(-1, *rows.shape[-2:]), "MXFP4", None, dtype
+            )
         rows = [np.asarray(self.read(name)) for name in names]
-        return matrix_of_numbers(rows[0] if len(rows) == 1 else np.concatenate(rows), dtype)
+        return gguf_blocks.matrix_of_numbers(
+            rows[0] if len(rows) == 1 else np.concatenate(rows), dtype
+        )
 
     def _slice(self, name: str, tensor: np.ndarray) -> np.ndarray:
         """Return the weight of this name, which may be a slice of the file's tensor."""

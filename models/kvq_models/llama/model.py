@@ -128,7 +128,8 @@ class MLP(nnx.Module):
         self.up_proj = Linear(config.hidden_size, config.intermediate_size, **options)
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, **options)
 
-    def __call__(self, y_BTD: HiddenBTD) -> HiddenBTD:
+    def __call__(self, y_BTD: HiddenBTD, placement: Placement | None = None) -> HiddenBTD:
+        del placement  # XLA splits the products
         # gelu is the tanh approximation
         activated = jax.nn.silu if self.activation == "silu" else jax.nn.gelu
         gate, up = projections(y_BTD, (self.gate_proj, self.up_proj))
@@ -161,15 +162,10 @@ class Layer(nnx.Module):
         )
         self.input_norm = norm(config.hidden_size) if config.norms_inputs else None
         self.attention_output_norm = norm(config.hidden_size) if config.norms_outputs else None
-        self.q_proj = Linear(
-            config.hidden_size, width_q, use_bias=config.qkv_bias, dtype=dtype, rngs=rngs
-        )
-        self.k_proj = Linear(
-            config.hidden_size, width_kv, use_bias=config.qkv_bias, dtype=dtype, rngs=rngs
-        )
-        self.v_proj = Linear(
-            config.hidden_size, width_kv, use_bias=config.qkv_bias, dtype=dtype, rngs=rngs
-        )
+        options: dict[str, Any] = dict(use_bias=config.qkv_bias, dtype=dtype, rngs=rngs)
+        self.q_proj = Linear(config.hidden_size, width_q, **options)
+        self.k_proj = Linear(config.hidden_size, width_kv, **options)
+        self.v_proj = Linear(config.hidden_size, width_kv, **options)
         joint = config.joint_qk_norm
         self.q_norm = norm(width_q if joint else config.head_dim) if config.qk_norm else None
         self.k_norm = norm(width_kv if joint else config.head_dim) if config.qk_norm else None
@@ -253,14 +249,19 @@ class Layer(nnx.Module):
             sinks=self.sink_logits(),
         )
 
-    def finish(self, hidden_BTD: HiddenBTD, attention_BNTH: Float[Array, "#B N T H"]) -> HiddenBTD:
+    def finish(
+        self,
+        hidden_BTD: HiddenBTD,
+        attention_BNTH: Float[Array, "#B N T H"],
+        placement: Placement | None = None,
+    ) -> HiddenBTD:
         """Add the output projection and the MLP to the residual stream. Attention may have any
-        float dtype, and one row for all rows."""
+        float dtype, and one row for all rows. placement (static): as in `attention_inputs`."""
         factor = self.config.residual_multiplier
         attended_BTD = self.o_proj(merge_heads(attention_BNTH).astype(hidden_BTD.dtype))
         attended_BTD = normalized(self.attention_output_norm, attended_BTD)
         hidden_BTD = hidden_BTD + _times(factor, attended_BTD)
-        computed_BTD = self.mlp(normalized(self.mlp_norm, hidden_BTD))
+        computed_BTD = self.mlp(normalized(self.mlp_norm, hidden_BTD), placement)
         return hidden_BTD + _times(factor, normalized(self.mlp_output_norm, computed_BTD))
 
 

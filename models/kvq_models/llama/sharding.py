@@ -5,9 +5,12 @@ layout.
                                                 channels or the vocabulary
     rows      o, down                           and adds its share of the output: one all-reduce
                                                 of [B, T, D] each
+    experts   their gate, up and down           each device computes the tokens that chose its
+                                                experts (experts.py): one all-reduce, too
 
 All mesh axes except the batch axis split weights, so n devices hold 1 / n of them each. A weight
-whose axis does not divide is replicated. Source: Shoeybi et al., Megatron-LM, section 3.
+whose axis does not divide is replicated, and experts whose number does not divide are split within
+each, as an MLP is. Source: Shoeybi et al., Megatron-LM, section 3.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ from kvq_models.llama.model import HiddenBTD, Llama
 from kvq_models.llama.packed_weights import is_packed
 from kvq_models.llama.weight_axes import split_by
 
-SPLIT = ("heads", "kv_heads", "mlp", "vocab")  # axes along which weights are split
+# axes along which weights are split: of several that divide, the first of an array
+SPLIT = ("heads", "kv_heads", "experts", "mlp", "vocab")
 ROWS = "rows"  # the mesh axis of a batch, if a mesh is given without a placement
 
 

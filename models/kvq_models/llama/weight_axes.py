@@ -38,11 +38,11 @@ TABLE = {
     "layers.#.mlp.up_proj.bias": ("mlp",),
     "layers.#.mlp.down_proj.kernel": ("mlp", "model"),
     "layers.#.mlp.down_proj.bias": ("model",),
-    "layers.#.mlp.router": ("model", "experts"),
+    "layers.#.mlp.router": ("model", "choices"),
     "layers.#.mlp.gate": ("experts", "model", "expert_mlp"),
     "layers.#.mlp.up": ("experts", "model", "expert_mlp"),
     "layers.#.mlp.down": ("experts", "expert_mlp", "model"),
-    "layers.#.mlp.router_bias": ("experts",),
+    "layers.#.mlp.router_bias": ("choices",),
     "layers.#.mlp.gate_bias": ("experts", "expert_mlp"),
     "layers.#.mlp.up_bias": ("experts", "expert_mlp"),
     "layers.#.mlp.down_bias": ("experts", "model"),
@@ -68,6 +68,7 @@ def weight_axes(path: str, config: LlamaConfig) -> tuple[Axis, ...]:
     }
     if config.experts is not None:
         named["experts"] = Axis("experts", config.experts.count)
+        named["choices"] = Axis("none", config.experts.count)  # every device routes
         named["expert_mlp"] = Axis("mlp", config.experts.intermediate_size)
     return tuple(named[name] for name in TABLE[re.sub(r"\d+", "#", path)])
 

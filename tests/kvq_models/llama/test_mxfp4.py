@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 from kvq_models.llama.checkpoint import load_llama
+from kvq_models.llama.packed_experts import PackedExperts
+from kvq_models.llama.packed_loading import dense_llama
 from kvq_models.llama.quantized.mxfp4 import Mxfp4
 from kvq_models.llama.quantized.stored_parts import StoredParts
 from kvq_models.llama.stored_tensor import CheckpointError, StoredTensor
@@ -75,6 +78,23 @@ def test_experts_in_mxfp4_are_gate_and_up_in_turns(published):
     np.testing.assert_array_equal(
         layer.mlp.down[...], tensors[name.replace("gate_up_proj", "down_proj")]
     )
+
+
+def test_experts_of_which_all_are_mxfp4_stay_in_their_bits(published):
+    path, tensors, name = published
+    down = name.replace("gate_up_proj", "down_proj")
+    del tensors[down]
+    tensors |= {f"{down}_blocks": BLOCKS[:, WIDTH:], f"{down}_scales": SCALES[:, :WIDTH]}
+    save_file(tensors, path / "model.safetensors")
+    packed, dense = (load_llama(path, dtype="float32", weights=w)[0] for w in ("packed", "dense"))
+    experts = packed.layers[0].mlp
+    assert all(isinstance(w[...], PackedExperts) for w in (experts.gate, experts.up, experts.down))
+    assert experts.up[...].bits == 4
+    jax.tree.map(np.testing.assert_array_equal, dense_llama(packed), dense)
+    assert len(np.unique(dense.layers[0].mlp.up[...])) > 50, "the comparison sees few values"
+    rows = jax.random.normal(jax.random.key(0), (1, 4, WIDTH))
+    of_packed, of_dense = (np.asarray(one.layers[0].mlp(rows)) for one in (packed, dense))
+    np.testing.assert_allclose(of_packed, of_dense, rtol=1e-4, atol=1e-5 * np.abs(of_dense).max())
 
 
 def test_blocks_of_another_size_are_one_line(published):

@@ -1,5 +1,5 @@
 """Help and refusals come before JAX is imported, and say what the commands would. Counting bytes
-needs neither Flax nor transformers, which take longer to import than all counting."""
+needs no reader of weights or tokens, whose import takes longer than all counting."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import sys
 from typing import Any
 
 from kvq_tools.cli.main import COMMANDS, PASSED_ON, build_parser
+from tests.kvq_models.checkpoints import random_llama, tiny_config
+from tests.kvq_models.gguf_files import byte_level, write_gguf
 
 WITHOUT_MODULES = """
 import contextlib, io, json, sys
@@ -96,10 +98,14 @@ def test_the_control_needs_jax():
     assert "ModuleNotFoundError" in code
 
 
-def test_bytes_are_counted_without_flax_and_transformers():
+def test_bytes_are_counted_without_flax_and_readers_of_weights_and_tokens(tmp_path: pathlib.Path):
+    path = write_gguf(random_llama(tiny_config()), tmp_path / "m.gguf", tokenizer=byte_level())
     memory = ["memory", "embedded", "--context", "2K"]
     results = without(
-        ["flax", "transformers"], [*memory, "--cache", "kivi:bits=2"], [*memory, "--budget", "1GiB"]
+        ["flax", "transformers", "tokenizers", "gguf", "tqdm"],
+        [*memory, "--cache", "kivi:bits=2"],
+        [*memory, "--budget", "1GiB"],
+        ["memory", str(path), "--cache", "kivi:bits=2"],
     )
-    for word, (code, out, err) in zip(("kivi:bits=2", "dense"), results, strict=True):
+    for word, (code, out, err) in zip(("kivi:bits=2", "dense", "kivi"), results, strict=True):
         assert (code, word in out) == (0, True), err

@@ -17,7 +17,7 @@ from kvq_models import load_llama, prepare, save_calibration
 from kvq_models.calibration.fit import calibrate
 from kvq_tools.cli.commands import plan
 from kvq_tools.evaluation import measure_rows
-from kvq_tools.planning import kept, measuring
+from kvq_tools.planning import kept, measuring, sensitivity
 from kvq_tools.planning.allocation import SIDES, Costs, costs_of, shared_out
 from kvq_tools.planning.sensitivity import Sensitivity, one_side
 from kvq_tools.planning.unmeasured import spec_of
@@ -80,7 +80,7 @@ def planned(shallow, tmp_path_factory):
 
 @pytest.mark.parametrize(("layer", "side"), [(1, "k")])
 def test_one_side_of_one_layer_costs_what_the_whole_cache_does_with_all_else_exact(
-    planned, layer: int, side: str
+    planned, layer: int, side: str, monkeypatch: pytest.MonkeyPatch
 ):
     llama, ids, calibration, prepared = planned
     rows = np.stack([ids[at : at + 60] for at in (0, 300)])
@@ -89,13 +89,16 @@ def test_one_side_of_one_layer_costs_what_the_whole_cache_does_with_all_else_exa
     # the first layer attends to the token before
     windows = kvq.parse("waterfill:sink=0,recent=0,block=4")
     spec = one_side(spec_of([(widths, widths)] * 2), side, windows)
-    found = Sensitivity(llama, rows, 48, STEP).kl(prepared, spec, layer)
+    measured = Sensitivity(llama, rows, 48, STEP)
+    found = measured.kl(prepared, spec, layer)
     alone = dataclasses.replace(spec, skip_layers=(1 - layer,))
     (whole,) = measure_rows([(prepared, alone)], jnp.asarray(rows), prompt=48)
     assert found == pytest.approx(float(whole.kl.mean()), rel=1e-2)
     assert found > 1e-4, "nothing was read from the body"
     coarse = one_side(spec_of([((1, *[0] * 7),) * 2] * 2), side, windows)
-    assert Sensitivity(llama, rows, 48, STEP).kl(prepared, coarse, layer) > 1.5 * found
+    assert measured.kl(prepared, coarse, layer) > 1.5 * found
+    monkeypatch.setattr(sensitivity, "LOGITS", 5 * len(rows) * llama.config.vocab_size)
+    assert measured.kl(prepared, spec, layer) == pytest.approx(found, rel=1e-5), "in parts"
 
 
 # --- files and the command

@@ -50,3 +50,14 @@ class Mxfp4(Layout):
             powers = np.ldexp(np.float32(1), exponents.astype(np.int32) - _BIAS)
             weights[i] = (values * powers[..., None]).reshape(weights.shape[1:])
         return weights.swapaxes(1, 2)
+
+    def blocks(self, parts: StoredParts) -> np.ndarray:
+        """Return the weight [experts, out, in / 32, 17] in GGUF's blocks, without dequantizing: the
+        scale, and bytes that hold inputs i and i + 16 instead of 2 i and 2 i + 1."""
+        codes, scales = parts.read("blocks"), parts.read("scales")
+        first, second, half = codes[..., : _BYTES // 2], codes[..., _BYTES // 2 :], np.uint8(4)
+        blocks = np.empty((*scales.shape, 1 + _BYTES), np.uint8)
+        blocks[..., 0] = scales
+        blocks[..., 1::2] = (first & 15) | (second << half)
+        blocks[..., 2::2] = (first >> half) | (second & 0xF0)
+        return blocks

@@ -1,5 +1,5 @@
 """The seam between a checkpoint's files and its model: every quantized weight is one tensor of
-floats, whatever the files store for it."""
+floats, whatever the files store for it, or stays in its bits (MXFP4)."""
 
 from __future__ import annotations
 
@@ -39,6 +39,16 @@ class QuantizedWeight:
     def read(self) -> np.ndarray:
         """Return the weight in float32."""
         return self.layout.dequantized(self.parts)
+
+    @property
+    def packs(self) -> bool:
+        """True if `blocks` returns the weight."""
+        return isinstance(self.layout, Mxfp4)
+
+    def blocks(self) -> np.ndarray:
+        """Return a weight that `packs`, in GGUF's blocks of MXFP4."""
+        assert isinstance(self.layout, Mxfp4), "no other layout has these blocks"
+        return self.layout.blocks(self.parts)
 
 
 def gathered(
