@@ -175,8 +175,8 @@ def append(
         of_stored = [take(arrays) for arrays in stored]
         for side, row, more, arrays in zip(works, of_rows, of_inputs, of_stored, strict=True):
             sink, ring, *body = arrays if side.sink else (None, *arrays)
-            step.write_windows(side, row, sink, ring)
             step.write_block(side, row, ring, more, body)
+            step.write_windows(side, row, sink, ring)
         if not q_refs:
             return
 

@@ -38,8 +38,8 @@ _AT_ONCE = 8  # pieces that a warp loads before it needs the first, or 32 number
 
 @dataclasses.dataclass(frozen=True)
 class Merged:
-    """What a block has merged so far: of each warp the largest scores and sums of weights [WARPS,
-    heads], and sums of values [WARPS, LANE, heads]."""
+    """Merges pieces. A carry holds each warp's largest scores and sums of weights [WARPS, heads],
+    and sums of values [WARPS, LANE, heads]."""
 
     heads: int
 

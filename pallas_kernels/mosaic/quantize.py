@@ -110,7 +110,8 @@ class _Work:
         first, columns = slot * self._run, self._columns(chunk)
         reach = self.stride * (WARPS - 1) + self._run
         once = Rows(self.interpret, 0)
-        x = self._rows(1).load(self.spans.rows.at[pl.ds(first, reach), columns], self._run)
+        skip = None if self.spans.new is None else self.spans.new - first
+        x = self._rows(1).load(self.spans.rows.at[pl.ds(first, reach), columns], self._run, skip)
         if self.spans.new is not None:
             new = once.load(self.spans.new_row.at[:, columns], self._run)
             token = first + plgpu.broadcasted_iota(jnp.int32, x.shape, 1, layout=LANES)

@@ -47,20 +47,23 @@ class Rows:
     interpret: bool
     stride: int
 
-    def load(self, ref: Any, rows: int) -> jax.Array:
-        """Load [WARPS, rows, columns] from [n, columns]. Rows from n on repeat the last one."""
+    def load(self, ref: Any, rows: int, skip: Any = None) -> jax.Array:
+        """Load [WARPS, rows, columns] from [n, columns]. Rows from n on repeat the last one.
+
+        skip: a row that another program may write meanwhile. Another one is loaded in its place.
+        """
         count, columns = ref.shape
         shape = (WARPS, rows, columns)
         if self.interpret:
-            warps, in_warp = (lax.broadcasted_iota(jnp.int32, (WARPS, rows), i) for i in range(2))
-            return ref[...][jnp.minimum(self.stride * warps + in_warp, count - 1)]
+            return self._loaded(ref, rows, skip)
         reaches = self.stride * (WARPS - 1) + rows
+        skips = [] if skip is None or count == 1 else [skip]
 
         @plgpu.inline_mgpu(
-            arg_types=(plgpu.RefType(),),
+            arg_types=(plgpu.RefType(), *[plgpu.Layout.WG_SPLAT(())] * len(skips)),
             return_type=plgpu.ShapeDtypeStruct(shape, ref.dtype, layout=LANES),
         )
-        def load(ctx: Any, ref: ir.Value) -> mgpu.FragmentedArray:
+        def load(ctx: Any, ref: ir.Value, *skips: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
             i32, dtype = ir.IntegerType.get_signless(32), ref_dtype(ref)
             pair = ir.VectorType.get((2,), dtype)
             registers = np.empty((-(-rows // SIDE), columns // SIDE), dtype=object)
@@ -68,11 +71,24 @@ class Rows:
                 row = self._row(i)
                 if reaches > count:
                     row = arith.minsi(row, utils.c(count - 1, i32))
+                for skip in (s.registers.item() for s in skips):
+                    other = arith.extui(i32, _equal(skip, utils.c(0, i32)))
+                    row = arith.select(_equal(row, skip), other, row)
                 for j in range(columns // SIDE):
                     registers[i, j] = llvm.load(pair, _pointer(ref, row, j))
             return fragment(registers, shape, dtype)
 
-        return load(ref)
+        return load(ref, *skips)
+
+    def _loaded(self, ref: Any, rows: int, skip: Any) -> jax.Array:
+        count = ref.shape[0]
+        warps, in_warp = (lax.broadcasted_iota(jnp.int32, (WARPS, rows), i) for i in range(2))
+        places = jnp.minimum(self.stride * warps + in_warp, count - 1)
+        if skip is None or count == 1:
+            return ref[...][places]
+        other = jnp.where(skip == 0, 1, 0)
+        every = [ref[pl.ds(jnp.where(skip == i, other, i), 1)] for i in range(count)]
+        return jnp.concatenate(every)[places]
 
     def store(self, ref: Any, x: jax.Array, rows: int | None = None) -> None:
         """Store the first `rows` rows (default: all) of [WARPS, rows, columns] to [n, columns]."""
@@ -127,6 +143,10 @@ class Rows:
         if self.stride:
             return yes
         return arith.andi(yes, less(warp(), matrix % WARPS, equal=True))
+
+
+def _equal(one: ir.Value, other: ir.Value) -> ir.Value:
+    return arith.cmpi(arith.CmpIPredicate.eq, one, other)
 
 
 def _pointer(ref: ir.Value, row: ir.Value, matrix: int) -> ir.Value:

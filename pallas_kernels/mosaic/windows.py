@@ -45,7 +45,7 @@ class Window:
 
 @dataclasses.dataclass(frozen=True)
 class Attending:
-    """What all steps of a program share.
+    """Attention to windows in steps, by one program.
 
     Args:
         query: [WARPS, columns, H], in the windows' dtype.
@@ -109,7 +109,8 @@ class Attending:
             return counts & (slot >= i * tile) & (slot < count)
 
         def load(side: int) -> jax.Array:
-            stored = rows.load(window.sides[side].at[pl.ds(start, min(tile, count))], self._of_warp)
+            of_tile = window.sides[side].at[pl.ds(start, min(tile, count))]
+            stored = rows.load(of_tile, self._of_warp, window.new_slot - start)
             new = new_row.load(window.rows[side], self._of_warp)
             return jnp.where(slots(stored.shape) == window.new_slot, new, stored)
 
@@ -132,8 +133,7 @@ class Attending:
         return new, total, ops.product(sums * on_rows(shrink, self._channels), *operands)
 
     def parts(self, carry: Any) -> Any:
-        """Return what a warp has found, with the sums of CHUNK channels at a time, as
-        `attention.store_merged` takes it."""
+        """Return a carry with its sums cut into CHUNK channels, for `attention.store_merged`."""
         largest, total, sums = carry
         return (
             largest,
