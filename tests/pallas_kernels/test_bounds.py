@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.experimental import pallas as pl
 
 from tests.pallas_kernels.bounds import watched
@@ -25,6 +26,7 @@ def test_attention_stays_inside():
     assert outside.checked > 100
 
 
+@pytest.mark.exhaustive
 def test_windows_and_blocks_stay_inside():
     """The first ring has fewer slots than a tile, and a block leaves at the end of the other's."""
     jax.clear_caches()

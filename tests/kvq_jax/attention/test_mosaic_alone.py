@@ -111,7 +111,7 @@ def run(name: str, by: Route) -> tuple[list[jax.Array], LayerState]:
 
 
 @pytest.mark.usefixtures("without_triton")
-@pytest.mark.parametrize("name", some(ON_MOSAIC, ["innerq", "int4"]))
+@pytest.mark.parametrize("name", some(ON_MOSAIC, ["int4"]))
 def test_steps_are_those_of_xla(name: str):
     plan = plan_of(name)
     by = dispatch.choose(Launch(interpret=True, route="mosaic"), plan, HEADS, 1)
