@@ -143,6 +143,7 @@ KERNELS = (
             f"quantize, {spec}, {'kv'[side]}",
             "quantize_mosaic_gpu_kernel",
             lambda s=spec, i=side: quantizing(s, i),
+            cap_spill_bytes=64,
         )
         for spec, side in (("kivi:bits=4", 0), ("innerq:bits=2", 1))
     ),
