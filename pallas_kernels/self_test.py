@@ -5,13 +5,14 @@ The only interpreter for assembly is the tests' emulator, which is not a GPU: co
 and approximate exponentials are the device's own. So each machine is tested once for each format.
 Attention over a few hundred tokens is computed by the assembly kernel as it will run, and by the
 same kernel in array operations, interpreted. The test covers attention, its merge and the
-quantization of uniform groups.
+quantization of uniform groups, and on Mosaic GPU the kernel that appends a token too.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -22,8 +23,13 @@ import numpy as np
 
 from pallas_kernels.decode_attention.kernel import decode_attention
 from pallas_kernels.decode_attention.lower_limits import LowerLimits
+from pallas_kernels.decode_attention.windows import WindowQueries
 from pallas_kernels.launch import KernelRoute, Launch
+from pallas_kernels.mosaic import route as mosaic
+from pallas_kernels.quantize.append import Blocks, Places, Side, append_token
+from pallas_kernels.quantize.blocks import GroupedBlocks
 from pallas_kernels.quantize.kernel import quantize_rows
+from pallas_kernels.quantize.rounding import Job
 from pallas_kernels.readers.base import Reader
 from pallas_kernels.readers.codebook import CodebookReader
 from pallas_kernels.readers.dense import DenseReader
@@ -83,17 +89,20 @@ def difference(
 
     Raises whatever stops the kernels from running, such as a full memory.
     """
-    return _compare(_outputs(format, launch, device), _outputs(format, INTERPRETED, reference))
+    interpreted = INTERPRETED
+    if importlib.util.find_spec("jax.experimental.pallas.triton") is None:
+        interpreted = dataclasses.replace(INTERPRETED, route="mosaic")
+    return _compare(_outputs(format, launch, device), _outputs(format, interpreted, reference))
 
 
 def _compare(outputs: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> str | None:
     for name, want in expected.items():
         have = outputs[name]
-        if name == "attention":
+        if name.startswith("attention"):
             scale = np.linalg.norm(want, axis=-1)
             error = np.max(np.linalg.norm(have - want, axis=-1) / np.maximum(scale, 1e-30))
             if not error <= TOLERANCE:  # also true for NaN
-                return f"attention differs by {error:.1e} of an output row, more than {TOLERANCE:g}"
+                return f"{name} differs by {error:.1e} of an output row, more than {TOLERANCE:g}"
             if np.max(np.linalg.norm(np.roll(have, 1, axis=0) - want, axis=-1) / scale) < 0.1:
                 return "outputs of other rows would pass: nothing was shown"
         elif np.mean(have != want) > DIFFERENT_CODES:
@@ -129,11 +138,13 @@ def _outputs(format: Format, launch: Launch, device: Any) -> dict[str, np.ndarra
 
         limits = jnp.asarray(format.limits, jnp.int32)
         outputs = {"attention": np.asarray(attend(q, keys, values, limits))}
-        if format.route == "mosaic":  # Triton quantizes
-            return outputs
+        if format.route == "mosaic":
+            outputs |= _of_windows(format, keys, values, launch, rng)
         for side, reader in (("keys", format.keys), ("values", format.values)):
             reader = reader.inner if isinstance(reader, RotatedReader) else reader
             if isinstance(reader, GroupedReader):
+                if format.route == "mosaic" and mosaic.unquantized(reader):
+                    continue
                 rows = jnp.asarray(
                     rng.standard_normal((1, HEADS, 128, reader.layout.channels)), jnp.bfloat16
                 )
@@ -149,6 +160,63 @@ def _outputs(format: Format, launch: Launch, device: Any) -> dict[str, np.ndarra
                     for i, a in enumerate(jax.tree.leaves(packed))
                 }
         return outputs
+
+
+SINK, SLOTS, BLOCK = 8, 64, 32  # slots of windows, and tokens of a block
+POSITIONS = (3, 40, SINK + SLOTS - 1, SINK + SLOTS + BLOCK - 1)  # a block leaves the last two
+
+
+def _of_windows(
+    format: Format,
+    keys: Sequence[jax.Array],
+    values: Sequence[jax.Array],
+    launch: Launch,
+    rng: np.random.Generator,
+) -> dict[str, np.ndarray]:
+    """Return what appending a token leaves, and attention to the windows, or nothing if Mosaic GPU
+    does neither."""
+    channels, batch = math.prod(format.keys.chunks), len(POSITIONS)
+
+    def rows(slots: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal((batch, HEADS, slots, channels)), jnp.bfloat16)
+
+    sides = []
+    for reader, stored in ((format.keys, keys), (format.values, values)):
+        blocks = None
+        if isinstance(reader, GroupedReader) and not mosaic.unquantized(reader):
+            scheme = "asym" if reader.centre is None else "sym"
+            job = Job(reader, scheme, reader.layout.bits - (scheme == "sym"), False, 1, False)
+            sets, floats = len(reader.layout.sets), jnp.dtype(reader.scale_dtype)
+            scales = [jax.lax.bitcast_convert_type(a, floats) for a in stored[sets:]]
+            blocks = Blocks([*stored[:sets], *scales], GroupedBlocks(job))
+        sides.append(Side(rows(1), rows(SINK), rows(SLOTS), blocks))
+    position = jnp.asarray(POSITIONS, jnp.int32)
+    q = jnp.asarray(rng.standard_normal((batch, HEADS, format.group, channels)), jnp.float32)
+    seen = (SLOTS if format.windowed else None), format.soft_cap
+    queries = WindowQueries(q, position + 1, jnp.zeros_like(position), None, *seen)
+    writers = [side.blocks.writer if isinstance(side.blocks, Blocks) else None for side in sides]
+    if mosaic.unappended(writers, [side.ring for side in sides], queries):
+        return {}
+
+    @jax.jit
+    def append() -> tuple[jax.Array, Any]:
+        first = jnp.maximum(position + 1 - SINK - SLOTS, 0) // BLOCK * BLOCK
+        leaving = position + 1 >= SINK + SLOTS
+        places = Places(position, position >= 0, first, first, leaving)
+        after, part = append_token(sides, places, block=BLOCK, queries=queries, launch=launch)
+        assert part is not None
+        arrays = [(side.sink, side.ring, *_body(side)) for side in after]
+        return jnp.swapaxes(part.o[:, :, 0] / part.l, 2, 3), arrays
+
+    attention, arrays = append()
+    stored = {f"appended, array {i}": a for i, a in enumerate(jax.tree.leaves(arrays))}
+    return {"attention over windows": np.asarray(attention)} | {
+        name: np.asarray(a.astype(jnp.float32)) for name, a in stored.items()
+    }
+
+
+def _body(side: Side) -> Sequence[jax.Array]:
+    return side.blocks.body if isinstance(side.blocks, Blocks) else []
 
 
 def random_arrays(reader: Reader, rng: np.random.Generator) -> list[np.ndarray]:

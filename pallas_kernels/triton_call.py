@@ -10,14 +10,25 @@ Python integers of their loops and divisions would become int64.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.launch import Launch
+
+
+class _Triton:
+    """Pallas' Triton, imported at its first use: kernels on Mosaic GPU share modules with it, and
+    need none."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module("jax.experimental.pallas.triton"), name)
+
+
+plt: Any = _Triton()
 
 
 def triton_call(

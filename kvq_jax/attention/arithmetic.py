@@ -82,6 +82,25 @@ def no_mosaic(plan: LayerPlan, query_heads: int) -> str | None:
     return None if difference is None else f"its self-test fails: {difference}"
 
 
+def not_by_mosaic(plan: LayerPlan, query_heads: int) -> str | None:
+    """Return, in one line, why decode steps of this layer need other kernels than those on Mosaic
+    GPU, or None if those do all of a step. The device is not considered."""
+    route: Any = importlib.import_module(_ROUTE)
+    if reason := route.missing():
+        return reason
+    readers = [codec.kernels.reader() for codec in plan.codecs]
+    for name, reader in zip("kv", readers, strict=True):
+        if isinstance(reader, str):
+            return f"{name}: {reader}"
+    group, capacity = query_heads // plan.heads, plan.regions.held_capacity
+    if reason := route.unsupported(*readers, group, capacity):
+        return reason
+    for name, reader in zip("kv", readers, strict=True):
+        if reason := route.unquantized(reader):
+            return f"{name}: {reason}"
+    return None
+
+
 def routes_described(plans: Sequence[LayerPlan], query_heads: int) -> str:
     """Return, in one line, the routes that the layers of these plans take here, and why. Kernels
     must be able to serve all of them."""

@@ -102,8 +102,8 @@ def _unsupported_native(plan: LayerPlan, tokens: int) -> str | None:
 
 
 def _unsupported_fused(plan: LayerPlan, query_heads: int, tokens: int) -> str | None:
-    if reason := no_triton():
-        return reason
+    if (reason := no_triton()) and (other := arithmetic.not_by_mosaic(plan, query_heads)):
+        return f"{reason}. Mosaic GPU does without it, but not here: {other}"
     if tokens != 1:
         return f"{tokens} new tokens in one step; kernels take one"
     channels = plan.head_dim
@@ -188,7 +188,10 @@ def choose(implementation: Implementation, plan: LayerPlan, query_heads: int, to
     if implementation == "xla":
         return XLA
     if isinstance(implementation, Launch):
-        if reason := unsupported(plan, query_heads, tokens):
+        reason = unsupported(plan, query_heads, tokens)
+        if implementation.route == "triton":
+            reason = reason or no_triton()
+        if reason:
             raise ValueError(f"no kernel for this cache: {reason}")
         return Route("pallas", implementation)
     if implementation not in ("pallas", "native"):

@@ -17,16 +17,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.decode_attention.partial_attention import NEG_INF, PartialAttention, Splits
 from pallas_kernels.decode_attention.schedule import Pieces, Schedule
 from pallas_kernels.launch import LAUNCH, Launch
+from pallas_kernels.mosaic import route as mosaic
 from pallas_kernels.readers.shared import LN2
 from pallas_kernels.tiles.arithmetic import exp2
-from pallas_kernels.triton_call import triton_call, whole_array_but
+from pallas_kernels.triton_call import plt, triton_call, whole_array_but
 
 _TILE_ELEMENTS = 4096  # of the sums in a program: 32 registers per thread
 # The fewest and the most pieces that a loop step merges: one long row among many has more pieces
@@ -46,7 +46,8 @@ def merged(parts: Sequence[Parts], group: int, *, launch: Launch = LAUNCH) -> Pa
         jax.ShapeDtypeStruct((batch, kv_heads, *rest), jnp.float32)
         for rest in ((heads,), (heads,), (heads, channels))
     ]
-    m, l, o = _call(_store_part, "merge_splits", parts, [], shapes, launch)
+    by_mosaic = mosaic.merged(parts, shapes, None, 0, launch)
+    m, l, o = by_mosaic or _call(_store_part, "merge_splits", parts, [], shapes, launch)
     return PartialAttention(m[:, :, :group, None], l[:, :, :group, None], o[:, :, :group])
 
 
@@ -64,7 +65,8 @@ def finished(
     """
     batch, kv_heads, heads, channels = _sizes(parts[0])
     shape = jax.ShapeDtypeStruct((batch, kv_heads, heads, channels), dtype)
-    [out] = _call(
+    by_mosaic = mosaic.merged(parts, [shape], positions, capacity, launch)
+    [out] = by_mosaic or _call(
         functools.partial(_store_output, capacity=capacity),
         "finish_attention",
         parts,

@@ -32,7 +32,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Bool, Float, Float16, Int, UInt16
 
 from pallas_kernels.decode_attention.partial_attention import NEG_INF, WEIGHT_EXPONENT
@@ -41,7 +40,7 @@ from pallas_kernels.decode_attention.tuning import WARPS, Tuning
 from pallas_kernels.launch import LAUNCH, Launch
 from pallas_kernels.readers.shared import as_float, dot, real_columns
 from pallas_kernels.tiles.arithmetic import exp2
-from pallas_kernels.triton_call import triton_call, whole_array_but
+from pallas_kernels.triton_call import plt, triton_call, whole_array_but
 
 ROWS, LEAST_COLUMNS = 16, 8  # of a tensor core's product
 

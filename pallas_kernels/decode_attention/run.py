@@ -9,7 +9,6 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float
 
 from pallas_kernels.decode_attention.partial_attention import NEG_INF
@@ -19,6 +18,7 @@ from pallas_kernels.readers.shared import real_columns, soft_capped
 from pallas_kernels.tiles.arithmetic import exp2
 from pallas_kernels.tiles.layout import SPAN
 from pallas_kernels.tiles.tile import Tile, change_slots
+from pallas_kernels.triton_call import plt
 
 
 def attend_run(

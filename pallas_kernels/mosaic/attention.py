@@ -182,20 +182,21 @@ class Block:
             sums = self.values.weigh(half, values, stripe, sums, self.ops)
         return (new, total, *sums)
 
-    def store(self, outputs: Sequence[Any], place: Any, carry: Any) -> None:
-        """Merge the warps' parts and write a piece."""
-        m_ref, l_ref, o_ref = outputs
-        largest, total, *sums = carry
-        of_all = jnp.max(largest, axis=0)
-        share = jnp.exp2(largest - _on_warps(of_all))
-        whole = jnp.sum(jnp.sum(total, axis=1) * share, axis=0)
-        row = pl.ds(place, 1)
-        self.ops.store(m_ref.at[row], _on_side(of_all))
-        self.ops.store(l_ref.at[row], _on_side(whole))
-        for c, x in enumerate(sums):
-            width = x.shape[1]
-            merged = jnp.sum(x * on_rows(share, width), axis=0)
-            self.ops.store(o_ref.at[place, pl.ds(width * c, width)], merged)
+
+def store_merged(outputs: Sequence[Any], carry: Any, ops: Matrices) -> None:
+    """Merge the warps' parts (`Block.attend`) and store m [1, R], l [1, R] and o [H, R]."""
+    (m_ref, l_ref, o_ref), (largest, total, *sums) = outputs, carry
+    of_all = jnp.max(largest, axis=0)
+    share = jnp.exp2(largest - _on_warps(of_all))
+    whole = jnp.sum(jnp.sum(total, axis=1) * share, axis=0)
+    ops.store(m_ref, _on_side(of_all))
+    ops.store(l_ref, _on_side(whole))
+    first = 0
+    for x in sums:
+        width = x.shape[1]
+        merged = jnp.sum(x * on_rows(share, width), axis=0)
+        ops.store(o_ref.at[pl.ds(first, width)], merged)
+        first += width
 
 
 def _on_warps(x: jax.Array) -> jax.Array:
@@ -270,7 +271,10 @@ def attention_in_pieces(
                 )
                 for c in range(k.layout.chunks)
             ]
-            block.store(outputs, place, block.attend(run, k.opened(planes, block.ops)))
+            carry = block.attend(run, k.opened(planes, block.ops))
+            m_ref, l_ref, o_ref = outputs
+            row = pl.ds(place, 1)
+            store_merged((m_ref.at[row], l_ref.at[row], o_ref.at[place]), carry, block.ops)
 
         Walk(schedule, limits_ref).for_each_run(lax.axis_index("block"), read)
 

@@ -193,7 +193,7 @@ class Matrices:
 
     def product(self, start: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
         """Return start + a b^T of each warp in fp32, for a [WARPS, rows, k] and b [WARPS, columns,
-        k] in fp16. `start` may have fewer rows, which then repeat.
+        k], both in fp16 or in bfloat16. `start` may have fewer rows, which then repeat.
         """
         shape = (WARPS, a.shape[1], b.shape[1])
         if self.interpret:
@@ -213,12 +213,12 @@ class Matrices:
         return product(start, a, b)
 
     def transposed(self, x: jax.Array) -> jax.Array:
-        """Return fp16 [WARPS, columns, rows]."""
+        """Return 16-bit numbers [WARPS, columns, rows]."""
         shape = _swapped(x.shape)
         if self.interpret:
             return jnp.swapaxes(x, 1, 2)
 
-        @_inline((LANES,), shape, jnp.float16)
+        @_inline((LANES,), shape, x.dtype)
         def transposed(ctx: Any, x: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
             i32 = ir.IntegerType.get_signless(32)
             asm = "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;"
@@ -226,8 +226,8 @@ class Matrices:
                 llvm.inline_asm(i32, [utils.bitcast(register, i32)], asm, "=r,r")
                 for register in grid(x).flatten()
             ]
-            registers = cast(moved, ir.F16Type.get()).reshape(grid(x).shape)
-            return fragment(registers.T, shape, ir.F16Type.get())
+            registers = cast(moved, x.mlir_dtype).reshape(grid(x).shape)
+            return fragment(registers.T, shape, x.mlir_dtype)
 
         return transposed(x)
 

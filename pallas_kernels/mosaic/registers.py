@@ -234,13 +234,14 @@ def _bits_of_steps(starts: Sequence[int]) -> list[int]:
 
 def mma(sums: np.ndarray, a: Sequence[ir.Value], b: Sequence[ir.Value]) -> np.ndarray:
     """Return the two registers of 16 x 8 sums plus the product of 16 x 16 and 16 x 8 numbers."""
+    dtype = ir.VectorType(a[0].type).element_type  # prints as PTX names it: f16 or bf16
     i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
     numbers = [element(pair, place) for pair in sums for place in range(2)]
     operands = [utils.bitcast(register, i32) for register in (*a, *b)]
     value = llvm.inline_asm(
         llvm.StructType.get_literal([f32] * 4),
         [*operands, *numbers],
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{dtype}.{dtype}.f32"
         " {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};",
         ",".join(["=f"] * 4 + ["r"] * 6 + ["f"] * 4),
     )

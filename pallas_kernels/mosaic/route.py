@@ -9,12 +9,13 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.decode_attention.lower_limits import LowerLimits
+from pallas_kernels.decode_attention.partial_attention import Splits
 from pallas_kernels.decode_attention.schedule import Pieces
 from pallas_kernels.decode_attention.tuning import SHARED_BYTES, Tuning
 from pallas_kernels.launch import Launch
@@ -22,9 +23,16 @@ from pallas_kernels.readers.base import Reader
 from pallas_kernels.readers.grouped import GroupedReader
 from pallas_kernels.tiles.layout import SPAN, SUPPORTED_BITS
 
+if TYPE_CHECKING:
+    from pallas_kernels.decode_attention.windows import WindowQueries
+    from pallas_kernels.quantize.append import Work
+    from pallas_kernels.quantize.rounding import Job
+    from pallas_kernels.quantize.writer import BlockWriter
+
 OLDEST_JAX = (0, 11, 0)
 HEAD_DIMS = (64, 128, 256)
-STRIPE = 4 * SPAN  # tokens: one span for each warp of a block
+WARPS = 4  # of a block
+STRIPE = WARPS * SPAN  # tokens: one span for each warp of a block
 RESIDENT = 2  # blocks of four warps that the registers of a multiprocessor hold
 OTHER_SHARED_BYTES = 2048  # of a block: barriers, and what the system keeps
 BULK = 9.0  # the first compute capability with a copy engine
@@ -60,9 +68,8 @@ def unsupported(k: Reader, v: Reader, group: int, capacity: int) -> str | None:
             return f"{name}: groups of {reader.group} tokens, which do not divide {STRIPE}"
         if reader.scale_dtype != "float16":
             return f"{name}: scales in {reader.scale_dtype}, not in float16"
-        most = 16 if reader.layout.channels < 256 else 8
-        if group > most:
-            return f"{group} query heads for each KV head, more than {most}"
+        if reason := _crowded(reader.layout.channels, group):
+            return reason
     if capacity < STRIPE:
         return f"a body of {capacity} tokens, fewer than one tile of {STRIPE}"
     return None
@@ -85,9 +92,7 @@ def pieces(
     (k, _), (v, _) = keys, values
     if launch.route != "mosaic" or unsupported(k, v, q.shape[2], capacity):
         return None
-    if reason := missing():
-        raise ValueError(f"route='mosaic' cannot run: {reason}")
-    attention: Any = importlib.import_module("pallas_kernels.mosaic.attention")
+    attention = _module("attention", launch)
     capability = target_capability()
     columns = 8 if q.shape[2] <= 8 else 16
     return attention.attention_in_pieces(
@@ -100,7 +105,7 @@ def pieces(
         soft_cap=soft_cap,
         tuning=tuning or tuning_for(k, v, columns, capacity, capability),
         bulk=launch.interpret or float(capability) >= BULK,
-        interpret=attention.interpreted() if launch.interpret else None,
+        interpret=_interpreted(launch),
     )
 
 
@@ -128,3 +133,105 @@ def tuning_for(k: Reader, v: Reader, columns: int, capacity: int, capability: st
             if RESIDENT * of_block <= shared:
                 return Tuning(tile, warps=4, stages=stages, resident=RESIDENT)
     return Tuning(STRIPE, warps=4, stages=2, resident=1)
+
+
+def merged(
+    parts: Sequence[Splits | Pieces],
+    shapes: Sequence[jax.ShapeDtypeStruct],
+    positions: Int[Array, " B"] | None,
+    capacity: int,
+    launch: Launch,
+) -> Sequence[Array] | None:
+    """Return the outputs of `decode_attention.merge` by Mosaic GPU (mosaic/merge.py), or None if
+    the launch names another route or there are more pieces side by side than it merges."""
+    if launch.route != "mosaic" or unmerged(parts, shapes[-1].shape[3]):
+        return None
+    return _module("merge", launch).call(parts, shapes, positions, capacity, _interpreted(launch))
+
+
+def unmerged(parts: Sequence[Splits | Pieces], channels: int) -> str | None:
+    """Return, in one line, why Mosaic GPU does not merge these parts, or None if it does."""
+    for part in parts:
+        if isinstance(part, Splits) and part.m.shape[2] > 1:
+            return f"{part.m.shape[2]} splits of the windows, more than one"
+        if isinstance(part, Pieces) and part.schedule.pieces < WARPS:
+            return f"{part.schedule.pieces} pieces, fewer than one for each warp"
+    return f"head dim {channels}" if channels % (WARPS * 8) else None
+
+
+def appended(
+    works: Sequence[Work],
+    numbers: Sequence[Array],
+    rows: Sequence[Array],
+    inputs: Sequence[Sequence[Array]],
+    stored: Sequence[Sequence[Array]],
+    queries: WindowQueries | None,
+    launch: Launch,
+) -> tuple[list[list[Array]], list[Array]]:
+    """Return the outputs of `quantize.append` by Mosaic GPU (mosaic/append.py)."""
+    module = _module("append", launch)
+    return module.append(works, numbers, rows, inputs, stored, queries, _interpreted(launch))
+
+
+def unappended(
+    writers: Sequence[BlockWriter | None], rings: Sequence[Array], queries: WindowQueries | None
+) -> str | None:
+    """Return, in one line, why Mosaic GPU does not append tokens to these windows, or None if it
+    does.
+
+    Args:
+        writers: what quantizes the blocks of each side.
+        rings: of each side, [B, K, R, H].
+        queries: what attends to the windows.
+    """
+    for name, writer, ring in zip("kv", writers, rings, strict=False):
+        if ring.shape[3] not in HEAD_DIMS:
+            return f"{name}: rows of {ring.shape[3]} channels"
+        job = getattr(writer, "job", None)
+        if writer is not None and job is None:
+            return f"{name}: blocks of {type(writer).__name__}"
+        if job is not None and (reason := unquantized(job.reader)):
+            return f"{name}: {reason}"
+    if queries is None:
+        return None
+    if queries.rotation is not None:
+        return "windows of keys before RoPE"
+    return _crowded(rings[0].shape[3], queries.q.shape[2])
+
+
+def quantized(
+    rows: Float[Array, "B K T H"],
+    divisor: Float[Array, "B K 1 H"] | None,
+    outputs: Sequence[jax.ShapeDtypeStruct],
+    job: Job,
+    launch: Launch,
+) -> Sequence[Array]:
+    """Return the outputs of `quantize.kernel` by Mosaic GPU (mosaic/quantize.py)."""
+    module = _module("quantize", launch)
+    return module.packed(rows, divisor, outputs, job, _interpreted(launch))
+
+
+def unquantized(reader: GroupedReader) -> str | None:
+    """Return, in one line, why Mosaic GPU does not quantize rows for this reader, or None."""
+    if reader.axis == "tokens" and reader.group != SPAN:
+        return f"groups of {reader.group} tokens, not of {SPAN}"
+    if reader.layout.bits not in SUPPORTED_BITS or reader.layout.channels not in HEAD_DIMS:
+        return f"{reader.layout.bits} bits at head dim {reader.layout.channels}"
+    return None
+
+
+def _crowded(channels: int, group: int) -> str | None:
+    most = 16 if channels < 256 else 8
+    return None if group <= most else f"{group} query heads for each KV head, more than {most}"
+
+
+def _module(name: str, launch: Launch) -> Any:
+    """Import a module of Mosaic GPU's kernels. Raise ValueError, with the reason, if this JAX
+    cannot compile them."""
+    if reason := missing():
+        raise ValueError(f"route={launch.route!r} cannot run: {reason}")
+    return importlib.import_module(f"pallas_kernels.mosaic.{name}")
+
+
+def _interpreted(launch: Launch) -> Any:
+    return _module("attention", launch).interpreted() if launch.interpret else None

@@ -63,6 +63,23 @@ class Walk:
         lower = self._lower(row)
         return TileRun(row, head, skipped + first, skipped + stop, self.limits[row], lower)
 
+    def pieces_of(self, number: jax.Array, head: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return `Schedule.pieces_of` these limits."""
+        heads, none = self.schedule.heads, jnp.int32(0)
+
+        def look(row: jax.Array, sums: Any) -> Any:
+            total, before = sums
+            tiles = heads * self._tiles(row)
+            return total + tiles, before + jnp.where(row < number, tiles, 0)
+
+        total, start = lax.fori_loop(0, self.schedule.batch, look, (none, none))
+        count, per = self._tiles(number), self.schedule.per_program(total)
+        start += head * count
+        first = lax.div(start, per)
+        end = jnp.where(count > 0, lax.div(start + count - 1, per) + 1, first)
+        unit = number * heads + head
+        return first + unit, end + unit
+
     def for_each_run(self, program: jax.Array, read: Callable[[TileRun, jax.Array], None]) -> None:
         """Call `read` with each run of a program's share, and with the place of its piece."""
         begin, end = self.share(program)

@@ -24,6 +24,7 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.decode_attention.partial_attention import Splits
 from pallas_kernels.decode_attention.windows import WindowQueries, attend
 from pallas_kernels.launch import LAUNCH, Launch
+from pallas_kernels.mosaic import route as mosaic
 from pallas_kernels.quantize.blocks import RefView, Source, WindowOfHead
 from pallas_kernels.quantize.writer import BlockWriter
 from pallas_kernels.triton_call import triton_call, whole_array_but
@@ -79,7 +80,7 @@ class Places(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Work:
+class Work:
     """The programs and arrays of one side.
 
     Args:
@@ -149,18 +150,23 @@ def append_token(
     """
     batch, heads, _, _ = sides[0].row.shape
     rows, start = _new_rows(sides), 0
-    works, inputs, stored = list[_Work](), list[Array](), list[Array]()
+    works, inputs, stored = list[Work](), list[Array](), list[Array]()
     for side in sides:
         work, read_arrays, updated_arrays = _work_of(side, start, block)
         works.append(work)
         inputs += read_arrays
         stored += updated_arrays
         start += work.programs
+    if queries is not None:
+        queries.check(sides[0].ring)
+    if launch.route == "mosaic" and not mosaic.unappended(
+        [work.writer for work in works], [side.ring for side in sides], queries
+    ):
+        return _by_mosaic(sides, works, places, inputs, stored, queries, launch)
     warps = max([1, *(work.writer.warps for work in works if work.writer)])
     asking, parts = _Asking(start, 0, launch.asm), list[jax.ShapeDtypeStruct]()
     row_numbers, shared, of_heads = list(places), list[Array](), list[Array]()
     if queries is not None:
-        queries.check(sides[0].ring)
         q, shared = queries.arrays(sides[0].ring.dtype)
         options = asking.asm, queries.window, queries.soft_cap
         asking, parts = _Asking(start, len(shared) + 1, *options), queries.parts
@@ -192,7 +198,31 @@ def append_token(
     return after, Splits(*outputs[len(stored) :]) if parts else None
 
 
-def _work_of(side: Side, start: int, block: int) -> tuple[_Work, Sequence[Array], list[Array]]:
+def _by_mosaic(
+    sides: Sequence[Side],
+    works: Sequence[Work],
+    places: Places,
+    inputs: Sequence[Array],
+    stored: Sequence[Array],
+    queries: WindowQueries | None,
+    launch: Launch,
+) -> tuple[tuple[Side, ...], Splits | None]:
+    """Return what `append_token` returns, by the kernel on Mosaic GPU."""
+    numbers = [*places, *([] if queries is None else [queries.tokens, queries.limits])]
+    by_side, parts = mosaic.appended(
+        works,
+        [array.astype(jnp.int32) for array in numbers],
+        [side.row for side in sides],
+        _by_side(inputs, [work.inputs for work in works]),
+        _by_side(stored, [work.stored for work in works]),
+        queries,
+        launch,
+    )
+    after = tuple(_with_arrays(side, arrays) for side, arrays in zip(sides, by_side, strict=True))
+    return after, Splits(*parts) if parts else None
+
+
+def _work_of(side: Side, start: int, block: int) -> tuple[Work, Sequence[Array], list[Array]]:
     """Return the work of a side whose programs begin at `start`, the arrays that it reads besides
     rows, and the arrays that it updates.
     """
@@ -214,7 +244,7 @@ def _work_of(side: Side, start: int, block: int) -> tuple[_Work, Sequence[Array]
             )
         writer.check(side.ring, block)
         programs, stored = block // writer.unit * writer.programs, [*stored, *body]
-    work = _Work(
+    work = Work(
         start=start,
         programs=programs,
         sink=side.sink.shape[2],
@@ -259,7 +289,7 @@ def _kernel(
     place_ref: Any,
     leaving_ref: Any,
     *refs: Any,
-    works: tuple[_Work, ...],
+    works: tuple[Work, ...],
     rows: int,
     asking: _Asking,
 ) -> None:

@@ -49,6 +49,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int16
 
 from pallas_kernels.launch import LAUNCH, Launch
+from pallas_kernels.mosaic import route as mosaic
 from pallas_kernels.quantize.group_kernels import channel_kernel, token_kernel
 from pallas_kernels.quantize.rounding import Job, Scheme
 from pallas_kernels.readers.grouped import GroupedReader
@@ -115,6 +116,8 @@ def quantize_rows(
     """
     check_format(rows, reader, scheme, bits)
     batch, heads, tokens, channels = rows.shape
+    if launch.route == "mosaic" and not mosaic.unquantized(reader):
+        return _by_mosaic(rows, reader, scheme, bits, divisor, launch)
     p, group = reader.layout, reader.group
     dtype = jnp.dtype(reader.scale_dtype)
     over_tokens = reader.axis == "tokens"
@@ -170,6 +173,31 @@ def quantize_rows(
     sets = len(words)
     flat = tuple(w.reshape(batch, heads, tokens // p.slots, -1) for w in outputs[:sets])
     return PackedRows(flat, outputs[sets], outputs[sets + 1] if len(scales) == 2 else None)
+
+
+def _by_mosaic(
+    rows: Float[Array, "B K T H"],
+    reader: GroupedReader,
+    scheme: Scheme,
+    bits: int,
+    divisor: Float[Array, "B K 1 H"] | None,
+    launch: Launch,
+) -> PackedRows:
+    *shape, tokens, channels = rows.shape
+    layout, dtype = reader.layout, jnp.dtype(reader.scale_dtype)
+    sizes = (channels // reader.group, tokens)
+    if reader.axis == "tokens":
+        sizes = (tokens // reader.group, channels)
+    words = [
+        jax.ShapeDtypeStruct((*shape, tokens // layout.slots, layout.words(b)), jnp.int16)
+        for b in layout.sets
+    ]
+    scales = [jax.ShapeDtypeStruct((*shape, *sizes), dtype)] * (2 if reader.centre is None else 1)
+    job = Job(reader, scheme, bits, divisor is not None, 1, asm=False)
+    divisor = None if divisor is None else divisor.astype(jnp.float32)
+    outputs = mosaic.quantized(rows, divisor, [*words, *scales], job, launch)
+    scale, *zero = outputs[len(words) :]
+    return PackedRows(tuple(outputs[: len(words)]), scale, zero[0] if zero else None)
 
 
 def check_format(rows: Array, reader: GroupedReader, scheme: Scheme, bits: int) -> None:

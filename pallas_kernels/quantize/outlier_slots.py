@@ -23,10 +23,10 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.tiles.layout import SPAN
+from pallas_kernels.triton_call import plt
 
 MOST_DROPPED = (1 << 16) - 1  # the most that 16 bits count
 _LARGEST = 0x7F800000  # the bits of fp32 infinity, which are above the bits of any residual

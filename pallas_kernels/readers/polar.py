@@ -14,7 +14,6 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Float16
 
 from pallas_kernels.readers.base import LoopStep, Reader, SlotRows
@@ -24,6 +23,7 @@ from pallas_kernels.tiles.halves import Half, by_halves, joined
 from pallas_kernels.tiles.layout import PlaneLayout
 from pallas_kernels.tiles.tile import Tile
 from pallas_kernels.tiles.words import Bit, WordTiles, code_bits, read_words
+from pallas_kernels.triton_call import plt
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,13 +21,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Int, Int16
 
 from pallas_kernels.tiles.arithmetic import half_add, subtract_constant
 from pallas_kernels.tiles.halves import Half
 from pallas_kernels.tiles.layout import SPAN, PlaneLayout
 from pallas_kernels.tiles.tile import Tile
+from pallas_kernels.triton_call import plt
 
 SLOTS = 16
 ROWS = 16  # of a slot, the fewest that tensor cores take

@@ -21,14 +21,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int, UInt16
 
 from pallas_kernels.launch import Launch
 from pallas_kernels.readers.shared import as_float
 from pallas_kernels.readers.turn import TurnTables
 from pallas_kernels.tiles.layout import SPAN
-from pallas_kernels.triton_call import triton_call, whole_array_but
+from pallas_kernels.triton_call import plt, triton_call, whole_array_but
 
 LANES = 32  # slots that a program reads at once
 

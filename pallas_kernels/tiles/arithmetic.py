@@ -9,10 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float16
 
 from pallas_kernels.tiles.halves import Half, by_halves
+from pallas_kernels.triton_call import plt
 
 
 def subtract_scale(h: Half, constant: int | float, scale: Array, asm: bool) -> Half:

@@ -31,12 +31,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float16, Int16, Int32, UInt32
 
 from pallas_kernels.tiles.halves import Half, Halves, out_of_pairs
 from pallas_kernels.tiles.layout import PlaneLayout
 from pallas_kernels.tiles.words import Bit, PairedWords, WordTiles, code_bits
+from pallas_kernels.triton_call import plt
 
 
 def byte_planes(entries: Sequence[UInt32[Array, "*lead"]]) -> list[Int32[Array, "*lead"]]:

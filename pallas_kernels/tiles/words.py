@@ -13,13 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float16, Int16, Int32, UInt32
 
 from pallas_kernels.tiles.arithmetic import half2, twice
 from pallas_kernels.tiles.halves import Half, Halves, in_pairs, out_of_pairs
 from pallas_kernels.tiles.layout import Field, PlaneLayout
 from pallas_kernels.tiles.tile import Tile
+from pallas_kernels.triton_call import plt
 
 
 class Bit(NamedTuple):

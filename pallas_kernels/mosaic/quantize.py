@@ -1,0 +1,257 @@
+"""Quantize rows into uniform groups on Mosaic GPU, by the equations of quantize/kernel.py.
+
+Each warp quantizes a span of tokens. All numbers of a span that share a word lie in the same place
+of the same lane (registers.LANES), so codes are packed in registers, and the range of a group is
+found by the lanes of one warp. There is one path for all rows: non-finite entries are replaced
+everywhere, where Triton's kernels branch.
+"""
+
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false
+# types are checked with JAX 0.10, whose Mosaic GPU is older
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.mosaic.matrices import in_lanes
+from pallas_kernels.mosaic.registers import LANES, WARPS
+from pallas_kernels.mosaic.rows import Rows
+from pallas_kernels.quantize.rounding import (
+    Job,
+    Quantizer,
+    cleaned,
+    finite_or,
+    fold,
+    within_limit,
+)
+from pallas_kernels.quantize.words import LevelWriter
+from pallas_kernels.tiles.layout import SPAN
+
+
+class _Job(Job):
+    """The arithmetic of a job in operations that Mosaic GPU has."""
+
+    def _scale(self, scale: jax.Array) -> jax.Array:
+        """Return `stored_scale`, with a ceiling made of a rounding."""
+        if self.reader.scale_dtype == "float16":
+            normal, least = 2.0**-14, 2.0**-24
+            steps = scale / least
+            whole = lax.round(steps, lax.RoundingMethod.TO_NEAREST_EVEN)
+            above = jnp.where(whole < steps, whole + 1, whole) * least
+            small = jnp.where(scale * self.reach < least / 2, 0.0, above)
+            scale = jnp.where(scale < normal, small, scale)
+        return self.stored(scale)
+
+
+class Spans(NamedTuple):
+    """Neighbouring spans of one head, one for each warp, or a single one for all.
+
+    Args:
+        rows: [tokens, H], whose first row is the first token of the first span.
+        divisor: [1, H], or None.
+        words: of each plane set, [rows of words, words], whose first row is the first span's.
+        scales: the scales, and the zero points if there are any: [H / group, tokens], whose first
+            token is the first span's, or [groups, H], whose first group is.
+        new: the token of the first span whose row is `new_row`, or None.
+        new_row: [1, H].
+    """
+
+    rows: Any
+    divisor: Any
+    words: Sequence[Any]
+    scales: Sequence[Any]
+    new: Any = None
+    new_row: Any = None
+
+
+def quantize_spans(spans: Spans, job: Job, stride: int, interpret: bool) -> None:
+    """Quantize a span for each warp, or the same one in all of them.
+
+    Args:
+        stride: SPAN if neighbouring warps quantize neighbouring spans, 0 if all have the same.
+    """
+    fields = {field.name: getattr(job, field.name) for field in dataclasses.fields(Job)}
+    work = _Work(spans, _Job(**fields | {"asm": False}), stride, interpret)
+    work.over_tokens() if job.reader.axis == "tokens" else work.over_channels()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Work:
+    spans: Spans
+    job: Job
+    stride: int
+    interpret: bool
+
+    @property
+    def _run(self) -> int:
+        """Return the tokens of a slot."""
+        return SPAN // self.job.reader.layout.slots
+
+    def _rows(self, per: int) -> Rows:
+        """Return the operations on rows of arrays that have one row for `per` tokens."""
+        return Rows(self.interpret, self.stride // per)
+
+    def _columns(self, chunk: int) -> Any:
+        width = self.job.reader.layout.width
+        return pl.ds(chunk * width, width)
+
+    def _load(self, slot: int, chunk: int) -> jax.Array:
+        """Load the rows of a slot's tokens and a chunk of channels, in fp32."""
+        first, columns = slot * self._run, self._columns(chunk)
+        reach = self.stride * (WARPS - 1) + self._run
+        once = Rows(self.interpret, 0)
+        skip = None if self.spans.new is None else self.spans.new - first
+        x = self._rows(1).load(self.spans.rows.at[pl.ds(first, reach), columns], self._run, skip)
+        if self.spans.new is not None:
+            new = once.load(self.spans.new_row.at[:, columns], self._run)
+            token = first + plgpu.broadcasted_iota(jnp.int32, x.shape, 1, layout=LANES)
+            x = jnp.where(token == self.spans.new, new, x)
+        x = x.astype(jnp.float32)
+        if self.spans.divisor is None:
+            return x
+        return x * (1.0 / once.load(self.spans.divisor.at[:, columns], self._run))
+
+    def _words(self) -> LevelWriter:
+        layout = self.job.reader.layout
+        rows = self._rows(layout.slots)
+        reach = rows.stride * (WARPS - 1) + self._run
+
+        def store(plane_set: int, tile: int, word: jax.Array) -> None:
+            at = pl.ds(0, reach), self._columns(tile)
+            rows.store(self.spans.words[plane_set].at[at], word)
+
+        return LevelWriter(layout, store)
+
+    def over_channels(self) -> None:
+        """Quantize groups of channels, one after the other, as `channel_kernel` does."""
+        layout, words = self.job.reader.layout, self._words()
+        per_group = self.job.reader.group // layout.width
+        units = [
+            (slot, g) for slot in range(layout.slots) for g in range(layout.chunks // per_group)
+        ]
+        reach = self.stride * (WARPS - 1) + self._run
+        # In the order of tiles, so that few words are open at a time.
+        units.sort(key=lambda unit: layout.field(unit[0], unit[1] * per_group).tile)
+        for slot, group in units:
+            chunks = range(group * per_group, (group + 1) * per_group)
+            tiles = [self._load(slot, c) for c in chunks]
+            quantizer, clean = _quantizer_of(tiles, self.job, 2)
+            for c, x in zip(chunks, tiles, strict=True):
+                words.add(slot, c, self.job.levels(clean(x), quantizer))
+            for ref, x in zip(self.spans.scales, (quantizer.scale, quantizer.zero), strict=False):
+                at = group, pl.ds(slot * self._run, reach)
+                self._rows(1).store_column(ref.at[at], x.astype(ref.dtype))
+
+    def over_tokens(self) -> None:
+        """Quantize groups of the tokens of a span: first the scales of all channels, then the
+        codes, from rows that are read again."""
+        layout, words = self.job.reader.layout, self._words()
+        rows = self._rows(SPAN)
+        quantizers = []
+        for c in range(layout.chunks):
+            tiles = [self._load(slot, c) for slot in range(layout.slots)]
+            quantizer, clean = _quantizer_of(tiles, self.job, 1)
+            quantizers.append((quantizer, clean))
+            for ref, x in zip(self.spans.scales, (quantizer.scale, quantizer.zero), strict=False):
+                at = pl.ds(0, rows.stride * (WARPS - 1) + 1), self._columns(c)
+                rows.store(ref.at[at], x.astype(ref.dtype), 1)
+        places = [(slot, c) for slot in range(layout.slots) for c in range(layout.chunks)]
+        for slot, c in sorted(places, key=lambda place: layout.field(*place).tile):
+            quantizer, clean = quantizers[c]
+            words.add(slot, c, self.job.levels(clean(self._load(slot, c)), quantizer))
+
+
+def _quantizer_of(
+    tiles: Sequence[jax.Array], job: Job, axis: int
+) -> tuple[Quantizer, Callable[[jax.Array], jax.Array]]:
+    """Return the quantizers of groups along an axis of the tiles, and what replaces non-finite
+    entries by entries of their group's range."""
+
+    def reduced(operation: Any, pairwise: Any, tiles: Sequence[jax.Array]) -> jax.Array:
+        whole = operation(fold(pairwise, tiles), axis=axis)
+        return in_lanes(lax.broadcast_in_dim(whole, tiles[0].shape, (0, 3 - axis)))
+
+    def bound(operation: Any, pairwise: Any, other: float) -> jax.Array:
+        found = reduced(operation, pairwise, [finite_or(x, other) for x in tiles])
+        return within_limit(found, job.limit)
+
+    low = bound(jnp.min, jnp.minimum, np.inf)
+    high = bound(jnp.max, jnp.maximum, -np.inf)
+    clean = functools.partial(cleaned, low=low, high=high)
+    schemes = job.schemes(low, high)
+    if len(schemes) == 1:
+        return schemes[0], clean
+    finite = [clean(x) for x in tiles]
+    asym, sym = (
+        reduced(jnp.sum, jnp.add, [job.error(x, job.levels(x, one), one) for x in finite])
+        for one in schemes
+    )
+    chosen = (jnp.where(asym > sym, s, a) for a, s in zip(*schemes, strict=True))
+    return Quantizer(*chosen), clean
+
+
+def packed(
+    rows: jax.Array,
+    divisor: jax.Array | None,
+    outputs: Sequence[jax.ShapeDtypeStruct],
+    job: Job,
+    interpret: Any = None,
+) -> Sequence[jax.Array]:
+    """Return the words, the scales and the zero points of rows [B, K, T, H], as
+    `kernel.quantize_rows` does.
+
+    Args:
+        divisor: [B, K, 1, H], fp32. B and K may be 1.
+        outputs: the shapes and dtypes.
+        job: of all rows.
+    """
+    batch, heads, tokens, _ = rows.shape
+    layout, sets = job.reader.layout, len(job.reader.layout.sets)
+    stride = SPAN if tokens >= WARPS * SPAN else 0
+    reach = WARPS * SPAN if stride else SPAN
+    inputs = [rows] if divisor is None else [rows, divisor]
+
+    def quantize(*refs: Any) -> None:
+        unit = lax.axis_index("row"), lax.axis_index("head")
+        # The last block moves back, and writes the numbers of some spans again.
+        first = jnp.minimum(lax.axis_index("tokens") * reach, tokens - reach)
+        row_ref, *more = refs[: len(inputs)]
+        out = refs[len(inputs) :]
+
+        def part(per: int) -> Any:
+            return pl.ds(lax.div(first, jnp.int32(per)), max(1, reach // per))
+
+        if job.reader.axis == "tokens":
+            scales = [ref.at[(*unit, part(SPAN))] for ref in out[sets:]]
+        else:
+            scales = [ref.at[(*unit, slice(None), part(1))] for ref in out[sets:]]
+        words = [ref.at[(*unit, part(layout.slots))] for ref in out[:sets]]
+        factors = entry(more[0], unit) if more else None
+        spans = Spans(row_ref.at[(*unit, part(1))], factors, words, scales)
+        quantize_spans(spans, job, stride, bool(interpret))
+
+    call = plgpu.kernel(
+        quantize,
+        out_type=tuple(outputs),
+        grid=(batch, heads, -(-tokens // reach)),
+        grid_names=("row", "head", "tokens"),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        interpret=interpret,
+    )
+    with jax.enable_x64(False):
+        return call(*inputs)
+
+
+def entry(ref: Any, unit: tuple[Any, Any]) -> Any:
+    """Return the entry of an array whose leading axes may be 1 long."""
+    return ref.at[tuple(0 if size == 1 else at for size, at in zip(ref.shape, unit, strict=False))]

@@ -1,0 +1,135 @@
+"""Decode steps without Pallas' Triton route: which methods run on Mosaic GPU alone with their
+default options, and that their steps are those of XLA. Interpreted, with a detector of races."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+import pytest
+
+import kvq_jax as kvq
+from kvq_jax.attention import dispatch
+from kvq_jax.attention.dispatch import XLA, Route
+from kvq_jax.cache.cache import CacheDims
+from kvq_jax.cache.update import decode_layer, prefill_layer
+from kvq_jax.layer.plan import LayerState
+from kvq_jax.methods.registry import METHODS
+from pallas_kernels.launch import Launch
+from pallas_kernels.mosaic import route
+from tests.compile_options import QUICK_COMPILE
+from tests.exhaustive import some
+from tests.kvq_jax.layer_runs import parameters_of, row_errors, sequences
+
+pytestmark = pytest.mark.skipif(bool(route.missing()), reason=route.missing() or "")
+
+CAPACITY, HEADS = 288, 2
+DIMS = CacheDims(
+    num_hidden_layers=1,
+    num_attention_heads=HEADS,
+    num_key_value_heads=1,
+    head_dim=64,
+    hidden_size=128,
+)
+BEFORE = np.array([254, 100], np.int32)  # two tokens before a block leaves, and anywhere
+STEPS = 3
+
+# Methods that kernels serve, but not those on Mosaic GPU alone, with the reason.
+NEED_TRITON = {
+    "dense": "k: DenseReader, not uniform groups",
+    "kvquant": "k: RotatedReader, not uniform groups",
+    "polarquant": "k: PolarReader, not uniform groups",
+    "squat_pre": "k: RotatedReader, not uniform groups",
+    "waterfill": "k: RunsKeys, not uniform groups",
+    "turboquant": "k: CodebookReader, not uniform groups",
+    "nf2": "k: CodebookReader, not uniform groups",
+    "nf3": "k: CodebookReader, not uniform groups",
+    "nf4": "k: CodebookReader, not uniform groups",
+}
+ON_MOSAIC = ("kivi", "innerq", "squat", "int2", "int3", "int4", "int8")
+
+
+@pytest.fixture
+def without_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setitem(sys.modules, "jax.experimental.pallas.triton", None)
+    dispatch.no_triton.cache_clear()
+    yield
+    dispatch.no_triton.cache_clear()
+
+
+@pytest.mark.usefixtures("without_triton")
+def test_every_method_has_its_route_or_its_reason():
+    """Methods that no GPU kernel reads have other reasons, which name no route."""
+    served, refused = [], {}
+    for name in METHODS:
+        plan = plan_of(name)
+        if plan is None:
+            continue
+        reason = dispatch.unsupported(plan, HEADS, 1)
+        if reason is None:
+            served.append(name)
+        elif "Reader" in reason or "Runs" in reason:
+            refused[name] = reason.partition("not here: ")[2]
+    assert tuple(served) == ON_MOSAIC
+    assert refused == NEED_TRITON
+
+
+def plan_of(name: str):
+    if name == "xquant_cl":  # starts at a later layer
+        return None
+    return kvq.cache.layout(name, DIMS, 1, CAPACITY, "bfloat16").plans[0]
+
+
+prefill = jax.jit(
+    prefill_layer, static_argnums=0, static_argnames="route", compiler_options=QUICK_COMPILE
+)
+
+
+def run(name: str, by: Route) -> tuple[list[jax.Array], LayerState]:
+    """Return the outputs of some steps, and the state after them."""
+    tokens = sequences(len(BEFORE), DIMS, CAPACITY, dtype="bfloat16")
+    cache = kvq.init_cache(name, DIMS, len(BEFORE), CAPACITY, "bfloat16")
+    plan, state, lengths = cache.plans[0], cache.layers[0], BEFORE
+    params = parameters_of(plan)
+    prompt = tokens.window(np.zeros_like(lengths), lengths, CAPACITY)
+    _, state, _ = prefill(plan, params, state, prompt, (), route=XLA)
+    decode = jax.jit(
+        decode_layer,
+        static_argnums=0,
+        static_argnames="route",
+        compiler_options=QUICK_COMPILE,
+    )
+    outputs = []
+    for _ in range(STEPS):
+        new = tokens.window(lengths, lengths + 1, 1)
+        out, state, _ = decode(plan, params, state, new, (), route=by)
+        outputs.append(out)
+        lengths = lengths + 1
+    return outputs, state
+
+
+@pytest.mark.usefixtures("without_triton")
+@pytest.mark.parametrize("name", some(ON_MOSAIC, ["int4"]))
+def test_steps_are_those_of_xla(name: str):
+    plan = plan_of(name)
+    by = dispatch.choose(Launch(interpret=True, route="mosaic"), plan, HEADS, 1)
+    body = plan.regions.body
+    assert body(int(BEFORE[0]) + STEPS) > body(int(BEFORE[0])) > 0, "no block leaves a window"
+    wanted, expected = run(name, XLA)
+    outputs, state = run(name, by)
+    for step, (one, other) in enumerate(zip(outputs, wanted, strict=True)):
+        assert row_errors(one, other).max() < 1e-2, f"step {step}"
+    assert row_errors(outputs[0], wanted[1]).max() > 0.1, "another step's output would pass"
+    for path, (one, other) in enumerate(
+        zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True)
+    ):
+        share = np.count_nonzero(np.asarray(one) != np.asarray(other)) / max(one.size, 1)
+        assert share <= 1e-3, f"array {path} of the state: {share:.1e} of {one.dtype}{one.shape}"
+
+
+@pytest.mark.usefixtures("without_triton")
+def test_the_other_route_is_refused():
+    with pytest.raises(ValueError, match="no kernel for this cache: kernels need"):
+        dispatch.choose(Launch(interpret=True), plan_of("kivi"), HEADS, 1)

@@ -1,0 +1,79 @@
+"""Tokens appended, windows attended to and blocks quantized by the kernels on Mosaic GPU,
+interpreted with a detector of races, against the same by Triton's kernels and by float64."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.launch import Launch
+from pallas_kernels.mosaic import route
+from tests.exhaustive import some
+from tests.pallas_kernels.decode_attention.test_windows import (
+    SIZES,
+    Sizes,
+    check,
+)
+from tests.pallas_kernels.quantize import test_append
+from tests.pallas_kernels.quantize.test_append import LEAVING, append, inputs_of
+from tests.pallas_kernels.quantize.test_quantize import (
+    CASES,
+    QuantizeCase,
+    divisor_of,
+    fused,
+    reader_of,
+    special_rows,
+)
+
+pytestmark = pytest.mark.skipif(bool(route.missing()), reason=route.missing() or "")
+MOSAIC = Launch(interpret=True, route="mosaic")
+SERVED = tuple(case for case in CASES if not route.unquantized(reader_of(case.format)))
+# Channels with a divisor and tokens; one and two plane sets.
+USUAL = [SERVED[0], SERVED[8]]
+
+
+def named(cases, usual):
+    return pytest.mark.parametrize("case", some(cases, usual), ids=lambda case: case.id)
+
+
+@named((*SIZES, Sizes(3, recent=160)), [SIZES[4]])  # the last takes two tiles
+def test_attention_is_that_of_the_tokens_outside_the_body(case: Sizes):
+    check(case, None, MOSAIC, "bfloat16")
+
+
+@named(SERVED, USUAL)
+def test_rows_are_quantized_to_the_bits_of_the_other_kernel(case: QuantizeCase):
+    """Blocks of 128 tokens, the last of which moves back, and one of 32."""
+    special = special_rows(case)[1:, :1]
+    divisor = divisor_of(case)
+    divisor = None if divisor is None else divisor[1:, :1]
+    for some_rows in (jnp.concatenate([special, special[:, :, 7:39]], 2), special[:, :, :32]):
+        wanted, actual = (
+            jax.tree.leaves(fused(case, some_rows, divisor, launch))
+            for launch in (Launch(interpret=True), MOSAIC)
+        )
+        for name, (have, want) in enumerate(zip(actual, wanted, strict=True)):
+            np.testing.assert_array_equal(have, want, err_msg=f"array {name}")
+        assert all(np.unique(np.asarray(array)).size > 1 for array in wanted), "arrays of one value"
+
+
+@named(SERVED, USUAL[1:])
+def test_a_block_is_written_in_its_place_and_nothing_else(case: QuantizeCase):
+    body, ring, first = inputs_of(case)
+    after = append(case, body, ring, first, LEAVING, divisor_of(case, 3), MOSAIC)
+    wrong = test_append.wrong_in(case, ring, body, after, first, LEAVING, Launch(interpret=True))
+    assert not wrong, wrong
+    every = np.ones_like(LEAVING)
+    assert test_append.wrong_in(case, ring, body, after, first, every, Launch(interpret=True)), (
+        "a row that keeps its block would pass for any other"
+    )
+
+
+def test_a_new_token_is_one_row_of_the_ring_and_of_the_sink():
+    test_append.test_a_new_token_is_one_row_of_the_ring_and_of_the_sink(MOSAIC)
+
+
+def test_a_body_of_rows_takes_the_new_one_where_it_leaves_and_nothing_else():
+    test_append.test_a_body_of_rows_takes_the_new_one_where_it_leaves_and_nothing_else(MOSAIC)
