@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import importlib.util
 import logging
 import os
@@ -20,10 +19,10 @@ from kvq_models.inference.engine.prefixes import PrefixStore
 from kvq_tools.cli import engines, inputs, interruption, mesh, sampling_options, text_input
 from kvq_tools.cli.console import UserError, format_bytes, input_errors, print_json
 from kvq_tools.cli.tables import print_line
+from kvq_tools.serving import heaps
 from kvq_tools.serving.sockets import bound_socket
 
 PREFIX_MEMORY, PREFIX_DISK = 512 << 20, 4 << 30
-M_ARENA_MAX, HEAPS = -8, 2  # of mallopt
 EXTRA = ("fastapi", "openai", "prometheus_client", "uvicorn")  # packages that a server needs
 
 
@@ -35,20 +34,12 @@ def run(options: argparse.Namespace) -> None:
             " 'kvq-jax[serve]'"
         )
     logging.basicConfig(format="kvq: %(levelname)s: %(message)s")
-    _limit_heaps()
+    heaps.limit()
     api_keys = _checked_keys(options)
     with input_errors():
         bound = bound_socket(options.host, options.port)  # before minutes of loading
     with contextlib.closing(bound):
         _serve(options, api_keys, bound)
-
-
-def _limit_heaps() -> None:
-    """Let glibc share few heaps among all threads. By default each thread takes one, up to eight a
-    core, and freed memory that is scattered over them grows for hours (docs/decisions/clients.md).
-    Other C libraries have no such number."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).mallopt(M_ARENA_MAX, HEAPS)
 
 
 def _serve(options: argparse.Namespace, api_keys: list[str], bound: socket.socket) -> None:
@@ -121,7 +112,7 @@ def _answer(
         origins=options.cors,
     )
     service.prompts.start()
-    with interruption.spared():
+    with interruption.spared(), heaps.trimmed():
         serve(app, worker, bound, lambda: _print(options, server), options.grace)
         service.prompts.close()
         if engine.prefixes is not None and engine.prefixes.folder is not None:

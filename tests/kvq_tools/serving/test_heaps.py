@@ -1,4 +1,4 @@
-"""The threads of a server share few heaps, so that freed memory is used again."""
+"""The threads of a server share few heaps, and freed memory goes back to the system."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import sys
 
 import pytest
 
-from kvq_tools.cli.commands.serve import HEAPS
+from kvq_tools.serving.heaps import HEAPS
 
 COUNT = """
 import ctypes, threading
-from kvq_tools.cli.commands import serve
+from kvq_tools.serving import heaps
 libc = ctypes.CDLL(None)
 libc.malloc.restype = libc.fopen.restype = ctypes.c_void_p
 if {limited}:
-    serve._limit_heaps()
+    heaps.limit()
 together = threading.Barrier(8)
 def allocate():
     together.wait()
@@ -41,3 +41,35 @@ def test_the_threads_of_a_server_share_few_heaps(tmp_path):
         counts.append(path.read_text().count("<heap nr="))
     free, shared = counts
     assert shared <= HEAPS < free
+
+
+FREED = """
+import ctypes, time
+from kvq_tools.serving import heaps
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096 >> 20
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+blocks = [libc.malloc(100_000) for _ in range(1000)]
+for block in blocks:
+    ctypes.memset(block, 1, 100_000)
+for block in blocks[:-1]:  # the last one keeps the heap from being shortened
+    libc.free(block)
+before = resident()
+with heaps.trimmed({seconds}):
+    time.sleep(0.5)
+print(before - resident())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc keeps freed pages")
+def test_freed_pages_go_back_to_the_system():
+    returned = []
+    for seconds in (60, 0.1):
+        program = FREED.format(seconds=seconds)
+        done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+        returned.append(int(done.stdout))
+    kept, trimmed = returned
+    assert trimmed > 80 > 20 > kept, returned
