@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvq_jax import cache, files, methods, parameters, rows, size, types
     from kvq_jax.cache.cache import CacheDims, init_cache
-    from kvq_jax.cache.layer_cache import layer_plan
+    from kvq_jax.cache.layer_plans import layer_plan
     from kvq_jax.cache.roundtrip import roundtrip
     from kvq_jax.cache.spec import parse
     from kvq_jax.cache.step import append_and_attend, begin, finish
@@ -71,7 +71,7 @@ _MODULES = {
     "begin": "cache.step",
     "finish": "cache.step",
     "init_cache": "cache.cache",
-    "layer_plan": "cache.layer_cache",
+    "layer_plan": "cache.layer_plans",
     "parse": "cache.spec",
     "roundtrip": "cache.roundtrip",
 }

@@ -26,7 +26,8 @@ import kvq_jax as kvq
 from benchmarks import markdown
 from benchmarks.cpu.timing import cpu_name, random_layer, relative_error, wait
 from benchmarks.report_file import cores
-from kvq_jax.cache.layer_cache import CachePlan, LayerCache
+from kvq_jax.cache.layer_cache import LayerCache
+from kvq_jax.cache.layer_plans import CachePlan
 from kvq_jax.cache.paged_cache import PagedCache, PagedPlan, paged_plan
 
 KV_HEADS, GROUP, HEAD_DIM = 8, 4, 128

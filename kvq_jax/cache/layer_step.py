@@ -1,7 +1,7 @@
 """Take new tokens through one layer of a cache: which of them are stored, which code serves the
 layer, and on which devices it runs.
 
-`step.py` does so for all layers of a model, `layer_cache.py` for one layer.
+`step.py` does so for all layers of a model, `layer_plans.py` for one layer.
 """
 
 from __future__ import annotations

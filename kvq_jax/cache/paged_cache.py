@@ -28,7 +28,8 @@ from kvq_jax.arrays.paged import Blocks, PagedBody
 from kvq_jax.cache.accounting import nbytes
 from kvq_jax.cache.cache import check_held
 from kvq_jax.cache.call_layout import Rows
-from kvq_jax.cache.layer_cache import CachePlan, LayerCache
+from kvq_jax.cache.layer_cache import LayerCache
+from kvq_jax.cache.layer_plans import CachePlan
 from kvq_jax.layer.plan import Sides
 from kvq_jax.types.array_types import Integers
 from kvq_jax.types.integers import int32
