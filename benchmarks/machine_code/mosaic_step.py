@@ -103,7 +103,7 @@ def merging() -> Built:
         return [_struct(*leading, *shape, dtype=jnp.float32) for shape in rest]
 
     def merge(window: Any, pieces: Any, limits: Any, positions: Any) -> Any:
-        parts = [Splits(*window), Pieces(*pieces, limits, schedule)]
+        parts = [Splits(*window), Pieces(*pieces, limits=limits, schedule=schedule)]
         return finished(parts, GROUP, positions, capacity=TOKENS, dtype=jnp.bfloat16, launch=LAUNCH)
 
     numbers = _struct(BATCH, dtype=jnp.int32)
@@ -157,6 +157,7 @@ def measure(kernel: StepKernel, target: Target) -> tuple[tuple[str, ...], list[s
     found = program.kernel(kernel.kernel)
     assembly = assemble(found.ptx, found.name, target.architecture)
     memory = program.compiled.memory_analysis()
+    assert memory is not None
     leaves = jax.tree.leaves([arguments[i] for i in updated])
     in_place = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
     failures = []

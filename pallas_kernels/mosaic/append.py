@@ -177,15 +177,16 @@ def append(
             sink, ring, *body = arrays if side.sink else (None, *arrays)
             step.write_block(side, row, ring, more, body)
             step.write_windows(side, row, sink, ring)
-        if not q_refs:
+        if queries is None:
             return
+        reach, soft_cap = queries.window, queries.soft_cap
 
         @pl.when(program == programs)
         def _() -> None:
             ops = Matrices(bool(interpret))
             tokens = of_row[5]
-            seen = None if queries.window is None else tokens - queries.window
-            attending = Attending.opened(q_refs[0].at[unit], seen, queries.soft_cap, ops)
+            seen = None if reach is None else tokens - reach
+            attending = Attending.opened(q_refs[0].at[unit], seen, soft_cap, ops)
             carry = attending.start()
             for i in range(2 if works[0].sink else 1):
                 of_window = [arrays[i] for arrays in of_stored]

@@ -204,11 +204,11 @@ def call(
     def merge(*refs: Any) -> None:
         unit = lax.axis_index("row"), lax.axis_index("head")
         channels = pl.ds(lax.axis_index("channels") * LANE, LANE)
-        refs, outputs = list(refs[: len(arrays)]), refs[len(arrays) :]
-        position_ref = None if positions is None else refs.pop(0)
+        left, outputs = list(refs[: len(arrays)]), refs[len(arrays) :]
+        position_ref = None if positions is None else left.pop(0)
         carry = block.start()
         for part, count in zip(parts, counts, strict=True):
-            of_part, refs = refs[:count], refs[count:]
+            of_part, left = left[:count], left[count:]
             if isinstance(part, Pieces):
                 carry = block.pieces(part, of_part, unit, channels, carry)
             else:

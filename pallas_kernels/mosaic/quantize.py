@@ -80,8 +80,9 @@ def quantize_spans(spans: Spans, job: Job, stride: int, interpret: bool) -> None
     Args:
         stride: SPAN if neighbouring warps quantize neighbouring spans, 0 if all have the same.
     """
-    fields = {field.name: getattr(job, field.name) for field in dataclasses.fields(Job)}
-    work = _Work(spans, _Job(**fields | {"asm": False}), stride, interpret)
+    fields: dict[str, Any] = {f.name: getattr(job, f.name) for f in dataclasses.fields(Job)}
+    fields["asm"] = False
+    work = _Work(spans, _Job(**fields), stride, interpret)
     work.over_tokens() if job.reader.axis == "tokens" else work.over_channels()
 
 

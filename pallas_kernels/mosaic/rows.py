@@ -59,10 +59,12 @@ class Rows:
         reaches = self.stride * (WARPS - 1) + rows
         skips = [] if skip is None or count == 1 else [skip]
 
-        @plgpu.inline_mgpu(
+        inline: Any = plgpu.inline_mgpu(
             arg_types=(plgpu.RefType(), *[plgpu.Layout.WG_SPLAT(())] * len(skips)),
             return_type=plgpu.ShapeDtypeStruct(shape, ref.dtype, layout=LANES),
         )
+
+        @inline
         def load(ctx: Any, ref: ir.Value, *skips: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
             i32, dtype = ir.IntegerType.get_signless(32), ref_dtype(ref)
             pair = ir.VectorType.get((2,), dtype)
@@ -97,7 +99,9 @@ class Rows:
             self._store_interpreted(ref, x, rows)
             return
 
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LANES))
+        inline: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LANES))
+
+        @inline
         def store(ctx: Any, ref: ir.Value, x: mgpu.FragmentedArray) -> None:
             registers = grid(x)
             for i in range(-(-rows // SIDE)):
@@ -113,7 +117,9 @@ class Rows:
             self._store_interpreted(ref, x[:, :, 0], x.shape[1])
             return
 
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LANES))
+        inline: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LANES))
+
+        @inline
         def store(ctx: Any, ref: ir.Value, x: mgpu.FragmentedArray) -> None:
             first = less(place_in_matrix()[1], 0, equal=True)
             for i, register in enumerate(grid(x)[:, 0]):
