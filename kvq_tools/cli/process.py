@@ -8,14 +8,15 @@ from typing import NoReturn
 
 from kvq_tools.cli import interruption
 
-COLLECTED_AFTER = 200_000  # new objects; Python's 700 takes a fifth of a start with its many traces
+# new objects, then collections of them: Python's 700 takes a fifth of a start with its many traces
+COLLECTED_AFTER = 200_000, 2, 2
 
 
 def run() -> NoReturn:
     """Run the command and exit with its code. Ctrl-C ends it within a second, even during
     imports."""
     interruption.watch()
-    gc.set_threshold(COLLECTED_AFTER, 20, 50)
+    gc.set_threshold(*COLLECTED_AFTER)
     try:
         from kvq_tools.cli.main import main  # imported late, so that Ctrl-C works by now
 

@@ -112,6 +112,7 @@ def _answer(
         origins=options.cors,
     )
     service.prompts.start()
+    heaps.settle()
     with interruption.spared(), heaps.trimmed():
         serve(app, worker, bound, lambda: _print(options, server), options.grace)
         service.prompts.close()

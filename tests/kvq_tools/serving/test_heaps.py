@@ -73,3 +73,32 @@ def test_freed_pages_go_back_to_the_system():
         returned.append(int(done.stdout))
     kept, trimmed = returned
     assert trimmed > 80 > 20 > kept, returned
+
+
+CYCLES = """
+import gc, weakref
+from kvq_tools.cli import process
+from kvq_tools.serving import heaps
+
+class Node:
+    pass
+
+stays = [[] for _ in range(400_000)]
+gc.set_threshold(*process.COLLECTED_AFTER)  # as a command does
+if {settled}:
+    heaps.settle()
+first = Node()
+first.itself, old = first, weakref.ref(first)
+gc.collect(1)  # the cycle is alive, and then too old for the frequent collections
+del first
+new = [[] for _ in range(90_000)]
+print(old() is None)
+"""
+
+
+def test_old_cycles_are_found_soon_although_much_was_loaded():
+    answers = []
+    for settled in (False, True):
+        command = [sys.executable, "-c", CYCLES.format(settled=settled)]
+        answers.append(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    assert answers == ["False\n", "True\n"]
