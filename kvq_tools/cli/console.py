@@ -12,10 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
-
-if TYPE_CHECKING:  # imported late: a pipe sees no bar
-    from tqdm import tqdm
+from typing import Any, TypeVar
 
 ERASED = "\x1b[K"  # clears a terminal's line from the cursor on
 PIPED_SECONDS = 5  # between lines about a long prompt if stderr is no terminal
@@ -199,8 +196,8 @@ def bar(items: Sequence[T], message: str) -> Iterator[T]:
     yield from _bar(items, desc=f"kvq: {message}") if items and shown else items
 
 
-def _bar(*items: Any, **options: Any) -> tqdm:
-    from tqdm import tqdm
+def _bar(*items: Any, **options: Any) -> Any:
+    from tqdm import tqdm  # imported late: a pipe sees no bar
 
     return tqdm(*items, leave=False, **options)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 from jaxtyping import Array, Float, Int
@@ -22,12 +22,6 @@ from pallas_kernels.launch import Launch
 from pallas_kernels.readers.base import Reader
 from pallas_kernels.readers.grouped import GroupedReader
 from pallas_kernels.tiles.layout import SPAN, SUPPORTED_BITS
-
-if TYPE_CHECKING:
-    from pallas_kernels.decode_attention.windows import WindowQueries
-    from pallas_kernels.quantize.append import Work
-    from pallas_kernels.quantize.rounding import Job
-    from pallas_kernels.quantize.writer import BlockWriter
 
 OLDEST_JAX = (0, 11, 0)
 HEAD_DIMS = (64, 128, 256)
@@ -160,12 +154,12 @@ def unmerged(parts: Sequence[Splits | Pieces], channels: int) -> str | None:
 
 
 def appended(
-    works: Sequence[Work],
+    works: Sequence[Any],
     numbers: Sequence[Array],
     rows: Sequence[Array],
     inputs: Sequence[Sequence[Array]],
     stored: Sequence[Sequence[Array]],
-    queries: WindowQueries | None,
+    queries: Any,
     launch: Launch,
 ) -> tuple[list[list[Array]], list[Array]]:
     """Return the outputs of `quantize.append` by Mosaic GPU (mosaic/append.py)."""
@@ -173,9 +167,7 @@ def appended(
     return module.append(works, numbers, rows, inputs, stored, queries, _interpreted(launch))
 
 
-def unappended(
-    writers: Sequence[BlockWriter | None], rings: Sequence[Array], queries: WindowQueries | None
-) -> str | None:
+def unappended(writers: Sequence[Any], rings: Sequence[Array], queries: Any) -> str | None:
     """Return, in one line, why Mosaic GPU does not append tokens to these windows, or None if it
     does.
 
@@ -203,7 +195,7 @@ def quantized(
     rows: Float[Array, "B K T H"],
     divisor: Float[Array, "B K 1 H"] | None,
     outputs: Sequence[jax.ShapeDtypeStruct],
-    job: Job,
+    job: Any,
     launch: Launch,
 ) -> Sequence[Array]:
     """Return the outputs of `quantize.kernel` by Mosaic GPU (mosaic/quantize.py)."""
