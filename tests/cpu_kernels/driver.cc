@@ -323,8 +323,8 @@ int main(int count, char** arguments) {
         k.run_channels[0] = channels / 4;
         v.run_channels[6] = 4, v.run_channels[3] = channels / 2,
         v.run_channels[1] = channels / 2 - 4;
-        failures += check(k, v, block * 9, rows, rows == 7 ? 7 : 1, block);
-        checked++;
+        for (k.synthesis = 0; k.synthesis < 2; k.synthesis++, checked++)
+          failures += check(k, v, block * 9, rows, rows == 7 ? 7 : 1, block);
       }
   for (int64_t block : {8, 16, 32})  // whole registers of words
     for (int64_t rows : {1, 4, 7}) {
@@ -337,8 +337,8 @@ int main(int count, char** arguments) {
       v.run_channels[7] = 8, v.run_channels[3] = 16, v.run_channels[1] = 40;
       if (block > 8)
         k.run_channels[6] = 16, k.run_channels[2] = 8, v.run_channels[4] = 8, v.run_channels[0] = 8;
-      failures += check(k, v, block * 9, rows, rows == 7 ? 7 : 1, block);
-      checked++;
+      for (k.synthesis = 0; k.synthesis < 2; k.synthesis++, checked++)
+        failures += check(k, v, block * 9, rows, rows == 7 ? 7 : 1, block);
     }
   std::printf("%d layouts, kernel %s, %d failures\n", checked, best_kernels().name, failures);
   return failures != 0;
