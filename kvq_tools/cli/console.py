@@ -206,7 +206,7 @@ def _bar(*items: Any, **options: Any) -> Any:
 def byte_bar(message: str) -> Iterator[Callable[[int, int], None]]:
     """Yield a function `update(done, total)` that shows progress in bytes on stderr: a bar in a
     terminal, one line elsewhere. Nothing is shown before its first call."""
-    shown: list[tqdm] = []
+    shown: list[Any] = []
 
     def update(done: int, total: int) -> None:
         if not shown:
