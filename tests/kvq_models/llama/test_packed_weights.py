@@ -60,11 +60,12 @@ def test_every_value_is_the_files_bit_for_bit(kind: str):
     order = np.random.default_rng(1).permutation(40)
     matrix, finite = packed_matrix(blocks, kind, order, "float32")
     assert finite
-    got = np.asarray(matrix.dequantized())
+    got = np.asarray(packed_weights.dense(matrix))
     np.testing.assert_array_equal(got.view(np.uint32), want[order].T.view(np.uint32))
     blocks[3, 1, -1] ^= 1  # a bit of a code, or of its scale
     changed = packed_matrix(blocks, kind, order, "float32")[0].dequantized()
     assert not np.array_equal(got, changed), "another bit passes"
+    assert len(jax.make_jaxpr(packed_weights.dense)(matrix).eqns) == 1, "more than one program"
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_K", "Q5_1", "Q6_K", "MXFP4", "BF16", "F16"])
