@@ -268,6 +268,7 @@ def _trim_layer_on_shards(
     return run
 
 
+@functools.partial(jax.jit, static_argnums=0)  # equal layers are traced and lowered once
 def _trim_layer(
     plan: LayerPlan,
     params: Tree,

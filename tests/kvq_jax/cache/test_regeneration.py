@@ -4,6 +4,7 @@ cache forgets nothing of what remains."""
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -134,7 +135,8 @@ def test_a_trim_that_forgets_the_codes_is_caught(case: MethodCase, monkeypatch: 
         return KeptCodes(jnp.zeros_like(intact), intact * 0, intact * 0, intact < 0)
 
     monkeypatch.setattr(row_operations, "after_trim", after_trim)
-    forgetful = quick_jit(lambda *a: _trim_layer(*a), static_argnums=0)
+    traced_anew = inspect.unwrap(_trim_layer)
+    forgetful = quick_jit(lambda *a: traced_anew(*a), static_argnums=0)
     before = filled(case.spec)
     assert changed_blocks(before, before.trimmed(KEPT, forgetful).filled(0), KEPT)
     assert drift(case, 3, forgetful) > 10 * ROUNDING
