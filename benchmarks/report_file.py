@@ -102,9 +102,11 @@ class Header(TypedDict):
 
 
 def header(command: Sequence[str]) -> Header:
-    """Return the header's fields for this process. `command` is the part after `python -m`."""
+    """Return the header's fields for this process. `command` is the part after `python -m`; of an
+    absolute path in it, the last part stays."""
+    words = (pathlib.Path(word).name if word.startswith("/") else word for word in command)
     return {
-        "command": " ".join(["python -m", *command]),
+        "command": " ".join(["python -m", *words]),
         "date": now(),
         "device": jax.devices()[0].device_kind,
         "jax_version": jax.__version__,

@@ -33,10 +33,16 @@ def test_committed_pages_are_those_of_the_committed_results():
         assert committed[name] == text, f"{name}: run `python -m benchmarks.results_page`"
 
 
-def test_the_commands_of_the_committed_results_exist():
+def test_the_commands_of_the_committed_results_exist_and_name_no_folder_of_a_machine():
     for file in RESULTS.glob("*.json"):
-        module = json.loads(file.read_text(encoding="utf-8"))["command"].split()[2]
-        assert importlib.util.find_spec(module), f"{file.name}: {module}"
+        words = json.loads(file.read_text(encoding="utf-8"))["command"].split()
+        assert importlib.util.find_spec(words[2]), f"{file.name}: {words[2]}"
+        assert not any(word.startswith("/") for word in words), f"{file.name}: {words}"
+
+
+def test_an_absolute_path_in_a_command_is_written_by_its_name():
+    command = header(("benchmarks.mesh", "--json", "/home/someone/mesh.json"))["command"]
+    assert command == "python -m benchmarks.mesh --json mesh.json"
 
 
 def test_every_committed_page_names_a_clean_commit():
