@@ -11,7 +11,7 @@ import pytest
 import kvq_jax as kvq
 from benchmarks import claims, families_table, placements, results_page
 from benchmarks.machine_code.report import Instructions, named_by_spec
-from benchmarks.report_file import RESULTS, clean
+from benchmarks.report_file import RESULTS, clean, header
 from kvq_models.llama.families import FAMILIES
 from tests.exhaustive import some
 
