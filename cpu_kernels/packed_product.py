@@ -8,8 +8,8 @@ result does not depend on the other rows, bit for bit.
 
 Processors with AVX512-VNNI add products of bytes. There x[i] is a scale for each group of inputs
 times an integer of 24 bits (three digits), off by at most 2^-23 of the largest of its group, which
-is as exact as fp32 sums are. Elsewhere, and for numbers of 16 bits, w becomes fp32 in registers.
-With one digit x is rounded to 8 bits, but for numbers of 16 bits.
+is as exact as fp32 sums are. Elsewhere, and for numbers of FP8 and of 16 bits, w becomes fp32 in
+registers. With one digit x is rounded to 8 bits, but for such numbers.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ def packed_products(
     Args:
         x: [T, I] fp32.
         matrices: for each, in this order,
-            codes of 4 bits, uint32 [P, I / 8, 32] (csrc/weights.h), of 8 bits, int8
+            codes of 4 bits, uint32 [P, I / 8, 32] (csrc/weights.h), of 8 bits, int8 or FP8 (E4M3)
                 [P, I / 4, 32, 4], or numbers, bfloat16 or float16 [P, I, 32];
-            scales, float16 [P, I / group, 32], int8 factors of coarse scales, or uint8 exponents
-                of MXFP4; None for numbers;
+            scales, float16, bfloat16 or float32 [P, I / group, 32], int8 factors of coarse scales,
+                or uint8 exponents of MXFP4; None for numbers;
             coarse scales, float16 [P, I / 256, 32], or None;
-            minima, as scales, or None;
+            minima, as scales, or int8 factors of the scales, or None;
             coarse minima, as coarse scales, or None.
         outputs: O of each, at most 32 P.
         centres: the 4-bit code that stands for 0, of each.

@@ -3,9 +3,11 @@
 //
 //   w[i, o] = (code[i, o] - centre) scale[i / group, o] + min[i / group, o]        y = x w
 //
-// Outputs lie in panels of kPanelOutputs, which are the lanes of vectors. A scale is a float16, or
-// the product of a signed byte and a float16 that kCoarse inputs share; minima likewise. A scale of
-// MXFP4 is a power of two, and its codes are numbers of 4 bits. Numbers of 16 bits have no scales.
+// Outputs lie in panels of kPanelOutputs, which are the lanes of vectors. A scale is a number of 16
+// or 32 bits, or the product of a signed byte and a float16 that kCoarse inputs share; minima
+// likewise, or the product of a signed byte and the scale. A scale of MXFP4 is a power of two, and
+// its codes are numbers of 4 bits. Codes of FP8 are numbers of 8 bits. Numbers of 16 bits have no
+// scales.
 #pragma once
 
 #include <cstdint>
@@ -20,11 +22,24 @@ constexpr int64_t kCoarse = 256;
 constexpr int64_t kTokenBlock = 8;  // rows of x that lie interleaved
 constexpr int64_t kMostDigits = 3;
 
+enum class ScaleKind {
+  kFloat16,
+  kBfloat16,
+  kFloat32,
+  kOfCoarse,   // int8 factors of coarse scales
+  kOfScale,    // int8 factors of the scale; minima alone
+  kExponents,  // uint8 e of MXFP4, for 2^(e - 128)
+};
+
 struct Scales {
-  const void* fine = nullptr;  // [P, I / group, 32]: float16, or int8 if there are coarse ones,
-                               // or uint8 e of MXFP4, for 2^(e - 128)
-  const uint16_t* coarse = nullptr;  // [P, I / kCoarse, 32], or null
-  bool exponents = false;
+  const void* fine = nullptr;        // [P, I / group, 32]
+  const uint16_t* coarse = nullptr;  // float16 [P, I / kCoarse, 32] if the kind is kOfCoarse
+  ScaleKind kind = ScaleKind::kFloat16;
+
+  int64_t bytes() const {  // of an entry of `fine`
+    if (kind == ScaleKind::kFloat32) return 4;
+    return kind == ScaleKind::kFloat16 || kind == ScaleKind::kBfloat16 ? 2 : 1;
+  }
 };
 
 // Words of 4-bit codes are a GGUF file's: byte b of word w of a run of kWordInputs holds input
@@ -34,13 +49,15 @@ struct PackedMatrix {
   int64_t group;  // 16 or 32, and 16 for 8 bits alone
   int64_t inputs, outputs;
   float centre;       // 0 but for 4 bits
-  const void* codes;  // 4 bits: uint32 [P, I / 8, 32]; 8 bits: int8 [P, I / 4, 32, 4];
+  const void* codes;  // 4 bits: uint32 [P, I / 8, 32]; 8 bits: int8 or E4M3 [P, I / 4, 32, 4];
                       // 16 bits: bfloat16 or float16 [P, I, 32]
   Scales scales, mins;
-  bool bfloat16 = false;
+  bool bfloat16 = false;  // of 16 bits
+  bool e4m3 = false;      // of 8 bits
 
   // Twice a number of 4 bits (E2M1) is an integer from -12 to 12.
-  bool e2m1() const { return scales.exponents; }
+  bool e2m1() const { return scales.kind == ScaleKind::kExponents; }
+  bool integers() const { return bits < 16 && !e4m3; }
   int64_t panels() const { return (outputs + kPanelOutputs - 1) / kPanelOutputs; }
 };
 

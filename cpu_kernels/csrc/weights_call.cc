@@ -35,8 +35,8 @@ struct Rows {
 
   Rows(const PackedCall& call, const PackedMatrix& weights, const Multiplier& kernel)
       : group(weights.group), offset(offset_of(weights)), summed(weights.mins.fine != nullptr),
-        to_digits(kernel.to_digits && weights.bits != 16),
-        rounded(call.digits == 1 && weights.bits != 16) {}
+        to_digits(kernel.to_digits && weights.integers()),
+        rounded(call.digits == 1 && weights.integers()) {}
 
   bool serves(const Rows& other) const {
     return group == other.group && summed == other.summed && to_digits == other.to_digits &&
@@ -124,8 +124,8 @@ PackedMatrix expert_of(PackedMatrix weights, int64_t e) {
   };
   weights.codes = moved(weights.codes, panels * kPanelOutputs * inputs * weights.bits / 8);
   for (Scales* scales : {&weights.scales, &weights.mins}) {
-    const int64_t each = scales->coarse || scales->exponents ? 1 : 2;
-    scales->fine = moved(scales->fine, panels * inputs / weights.group * kPanelOutputs * each);
+    const int64_t entries = panels * inputs / weights.group * kPanelOutputs;
+    scales->fine = moved(scales->fine, entries * scales->bytes());
     if (scales->coarse) scales->coarse += panels * (inputs / kCoarse) * kPanelOutputs;
   }
   return weights;

@@ -109,8 +109,9 @@ KVQ_INLINE void add_lanes(const PanelProduct& product, int64_t panel, int64_t la
     for (int v = 0; v < V; v++) {
       const int64_t at = lane + v * kLanes;
       const Floats scale = scales_at(weights.scales, panel, groups, g, kGroup, at);
-      const Floats least =
-          weights.mins.fine ? scales_at(weights.mins, panel, groups, g, kGroup, at) : Floats{};
+      const Floats least = weights.mins.fine
+                               ? minima_at(weights.mins, panel, groups, g, kGroup, at, scale)
+                               : Floats{};
 #pragma GCC unroll 8
       for (int t = 0; t < T; t++) {
         Floats sum = (Floats)_mm512_cvtepi32_ps(sums[D - 1][t][v]);
@@ -168,7 +169,7 @@ inline void multiply_bits(const PanelProduct& product) {
 }
 
 inline void multiply_by_digits(const PanelProduct& product) {
-  if (product.weights->bits == 16) multiply_numbers(product);
+  if (!product.weights->integers()) multiply_numbers(product);
   else if (product.digits == 1) multiply_bits<1>(product);
   else multiply_bits<3>(product);
 }

@@ -2,10 +2,11 @@
 // XLA's threads. It multiplies the rows of x with any number of matrices.
 //
 //   arguments   x f32 [T, I]; chosen s32 [T], or empty; then, for each matrix,
-//               codes u32 [P, I / 8, 32] of 4 bits, s8 [P, I / 4, 32, 4] of 8 bits, or bf16 or f16
-//               [P, I, 32] without scales;
-//               scales f16 [P, I / group, 32], or s8 with coarse_scales f16 [P, I / 256, 32], or u8
-//               exponents of MXFP4; minima likewise. An array that there is none of is empty.
+//               codes u32 [P, I / 8, 32] of 4 bits, s8 or f8e4m3fn [P, I / 4, 32, 4] of 8 bits, or
+//               bf16 or f16 [P, I, 32] without scales;
+//               scales f16, bf16 or f32 [P, I / group, 32], or s8 with coarse_scales f16
+//               [P, I / 256, 32], or u8 exponents of MXFP4; minima likewise, but for exponents, or
+//               s8 factors of the scales. An array that there is none of is empty.
 //   attributes  centres f32 [matrices], integers from 0 to 15; digits s64, 3, or 1 to round
 //               activations to 8 bits; experts s64, of stacks of matrices, whose first axes are
 //               [experts P] then, and row t of x meets matrix chosen[t]
@@ -40,19 +41,30 @@ bool shaped(ffi::Span<const int64_t> dimensions, int64_t experts, std::vector<in
 
 // Fill `scales`. Returns what is wrong, or an empty text.
 std::string read_scales(const kvq::PackedMatrix& weights, int64_t experts,
-                        const ffi::AnyBuffer& fine, const Halves& coarse, kvq::Scales& scales) {
+                        const ffi::AnyBuffer& fine, const Halves& coarse, bool minima,
+                        kvq::Scales& scales) {
+  using kvq::ScaleKind;
   const std::vector<int64_t> every{weights.panels(), weights.inputs / weights.group,
                                    kvq::kPanelOutputs};
   if (!shaped(fine.dimensions(), experts, every))
     return "scales and minima must be [P, I / group, 32]";
   scales.fine = fine.untyped_data();
-  if (fine.element_type() == ffi::F16)
-    return coarse.element_count() ? "float16 scales have no coarse ones" : "";
-  if (fine.element_type() == ffi::U8) {
-    scales.exponents = true;
-    return coarse.element_count() || weights.bits != 4 ? "exponents are scales of 4-bit codes" : "";
+  const ffi::DataType type = fine.element_type();
+  if (type == ffi::F16 || type == ffi::BF16 || type == ffi::F32) {
+    scales.kind = type == ffi::F16    ? ScaleKind::kFloat16
+                  : type == ffi::BF16 ? ScaleKind::kBfloat16
+                                      : ScaleKind::kFloat32;
+    return coarse.element_count() ? "scales of 16 or 32 bits have no coarse ones" : "";
   }
-  if (fine.element_type() != ffi::S8) return "scales and minima must be float16, int8 or uint8";
+  if (type == ffi::U8) {
+    scales.kind = ScaleKind::kExponents;
+    return coarse.element_count() || weights.bits != 4 || minima
+               ? "exponents are scales of 4-bit codes"
+               : "";
+  }
+  if (type != ffi::S8) return "scales and minima must be float16, bfloat16, float32, int8 or uint8";
+  scales.kind = minima && !coarse.element_count() ? ScaleKind::kOfScale : ScaleKind::kOfCoarse;
+  if (scales.kind == ScaleKind::kOfScale) return "";
   if (weights.inputs % kvq::kCoarse ||
       !shaped(coarse.dimensions(), experts,
               {weights.panels(), weights.inputs / kvq::kCoarse, kvq::kPanelOutputs}))
@@ -63,7 +75,8 @@ std::string read_scales(const kvq::PackedMatrix& weights, int64_t experts,
 
 int64_t bits_of(ffi::DataType codes) {
   if (codes == ffi::BF16 || codes == ffi::F16) return 16;
-  return codes == ffi::U32 ? 4 : codes == ffi::S8 ? 8 : 0;
+  if (codes == ffi::S8 || codes == ffi::F8E4M3FN) return 8;
+  return codes == ffi::U32 ? 4 : 0;
 }
 
 // Fill `weights`. Returns what is wrong, or an empty text.
@@ -74,7 +87,8 @@ std::string read_matrix(int64_t inputs, int64_t outputs, int64_t experts,
   weights.inputs = inputs, weights.outputs = outputs;
   weights.bits = bits_of(codes.element_type());
   weights.bfloat16 = codes.element_type() == ffi::BF16;
-  if (!weights.bits) return "codes must be u32, s8, bf16 or f16";
+  weights.e4m3 = codes.element_type() == ffi::F8E4M3FN;
+  if (!weights.bits) return "codes must be u32, s8, f8e4m3fn, bf16 or f16";
   if (inputs % kvq::kWordInputs) return "I must be a multiple of 32";
   std::vector<int64_t> whole{weights.panels(), inputs * weights.bits / 32, kvq::kPanelOutputs};
   if (weights.bits == 8) whole.push_back(4);
@@ -89,11 +103,12 @@ std::string read_matrix(int64_t inputs, int64_t outputs, int64_t experts,
                : "";
   if (scales.dimensions().size() != 3) return "scales must have three axes";
   weights.group = scales.dimensions()[1] * 32 == inputs ? 32 : 16;
-  if (weights.bits == 4 && weights.group != 32) return "groups of 4-bit codes must be of 32";
-  std::string wrong = read_scales(weights, experts, scales, coarse_scales, weights.scales);
-  if (wrong.empty() && mins.element_count())
-    wrong = read_scales(weights, experts, mins, coarse_mins, weights.mins);
-  return wrong.empty() && weights.mins.exponents ? "minima are no exponents" : wrong;
+  if ((weights.bits == 4 || weights.e4m3) && weights.group != 32)
+    return "groups of 4-bit codes and of FP8 must be of 32";
+  const std::string wrong =
+      read_scales(weights, experts, scales, coarse_scales, false, weights.scales);
+  if (!wrong.empty() || !mins.element_count()) return wrong;
+  return read_scales(weights, experts, mins, coarse_mins, true, weights.mins);
 }
 
 constexpr size_t kArrays = 5;  // of a matrix

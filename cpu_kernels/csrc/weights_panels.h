@@ -69,11 +69,29 @@ struct Nibbles : Decoder {
   }
 };
 
-// Codes of 8 bits.
-struct SignedBytes {
+// Codes of 8 bits in the highest byte of a word.
+struct Integers {
+  static KVQ_INLINE Floats decoded(Uints word) {
+    return __builtin_convertvector((Ints)word >> 24, Floats);
+  }
+};
+
+// Numbers of 8 bits (E4M3), which no NaN is among: 2^(e - 7) (1 + m / 8), or m 2^-9 if e is 0.
+struct E4M3 {
+  static KVQ_INLINE Floats decoded(Uints word) {
+    const Uints size = (word >> 24) & 127;
+    const Floats normal = (Floats)((size << 20) + (120u << 23));
+    const Floats subnormal = to_float(size) * (1.0f / 512);
+    const Floats magnitude = choose((Ints)(size < 8), subnormal, normal);
+    return (Floats)((Uints)magnitude | (word & 0x80000000u));
+  }
+};
+
+template <class Decoder>
+struct Bytes {
   static constexpr int kLaneBytes = 4;
   static constexpr bool kScaled = true;
-  explicit SignedBytes(const PackedMatrix&) {}
+  explicit Bytes(const PackedMatrix&) {}
 
   template <int kGroup, int V, class Use>
   KVQ_INLINE void for_group(const void* codes, int64_t group, Use use) const {
@@ -89,8 +107,7 @@ struct SignedBytes {
       for (int j = 0; j < 4; j++) {
         Floats entries[V];
 #pragma GCC unroll 8
-        for (int v = 0; v < V; v++)
-          entries[v] = __builtin_convertvector((Ints)(packed[v] << (24 - 8 * j)) >> 24, Floats);
+        for (int v = 0; v < V; v++) entries[v] = Decoder::decoded(packed[v] << (24 - 8 * j));
         use(i + j, j % kChains, entries);
       }
     }
@@ -153,7 +170,7 @@ KVQ_INLINE void multiply_lanes(const PanelProduct& product, int64_t panel, int64
 #pragma GCC unroll 8
       for (int t = 0; t < T; t++) total[t][v] += scale * (part[0][t][v] + part[1][t][v]);
       if (!weights.mins.fine) continue;
-      const Floats least = scales_at(weights.mins, panel, groups, g, kGroup, at);
+      const Floats least = minima_at(weights.mins, panel, groups, g, kGroup, at, scale);
 #pragma GCC unroll 8
       for (int t = 0; t < T; t++) total[t][v] += least * splat(block.sums[g * S + first + t]);
     }
@@ -195,18 +212,20 @@ inline void multiply_codes(const PanelProduct& product) {
     }
 }
 
+// Products with numbers that are no integers.
 inline void multiply_numbers(const PanelProduct& product) {
-  if (product.weights->bfloat16) multiply_codes<Halves<true>, 32>(product);
+  if (product.weights->e4m3) multiply_codes<Bytes<E4M3>, 32>(product);
+  else if (product.weights->bfloat16) multiply_codes<Halves<true>, 32>(product);
   else multiply_codes<Halves<false>, 32>(product);
 }
 
 inline void multiply_by_floats(const PanelProduct& product) {
   const PackedMatrix& weights = *product.weights;
-  if (weights.bits == 16) multiply_numbers(product);
+  if (!weights.integers()) multiply_numbers(product);
   else if (weights.e2m1()) multiply_codes<Nibbles<E2M1>, 32>(product);
   else if (weights.bits == 4) multiply_codes<Nibbles<Counted>, 32>(product);
-  else if (weights.group == 32) multiply_codes<SignedBytes, 32>(product);
-  else multiply_codes<SignedBytes, 16>(product);
+  else if (weights.group == 32) multiply_codes<Bytes<Integers>, 32>(product);
+  else multiply_codes<Bytes<Integers>, 16>(product);
 }
 
 }  // namespace

@@ -45,16 +45,34 @@ inline Floats load_exponents(const uint8_t* p) {
 // Twice each number of 4 bits (E2M1).
 constexpr float kTwiceE2M1[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
-// Entry `at` and the following ones of scales or minima, of group g of all groups of a panel.
+// Scales of group g of all groups of a panel, from a lane on.
 inline Floats scales_at(const kvq::Scales& scales, int64_t panel, int64_t groups, int64_t g,
                         int64_t group, int64_t lane) {
+  using kvq::ScaleKind;
   const int64_t at = (panel * groups + g) * kPanelOutputs + lane;
-  if (scales.exponents) return load_exponents(static_cast<const uint8_t*>(scales.fine) + at);
-  if (!scales.coarse) return load_halves(static_cast<const uint16_t*>(scales.fine) + at, false);
+  if (scales.kind == ScaleKind::kExponents)
+    return load_exponents(static_cast<const uint8_t*>(scales.fine) + at);
+  if (scales.kind == ScaleKind::kFloat32) {
+    Floats values;
+    std::memcpy(&values, static_cast<const float*>(scales.fine) + at, sizeof values);
+    return values;
+  }
+  if (scales.kind != ScaleKind::kOfCoarse)
+    return load_halves(static_cast<const uint16_t*>(scales.fine) + at,
+                       scales.kind == ScaleKind::kBfloat16);
   const int64_t inputs = groups * group;
   const int64_t coarse = panel * (inputs / kvq::kCoarse) + g * group / kvq::kCoarse;
   return load_bytes(static_cast<const int8_t*>(scales.fine) + at) *
          load_halves(scales.coarse + coarse * kPanelOutputs + lane, false);
+}
+
+// Minima of group g, whose scales are given.
+inline Floats minima_at(const kvq::Scales& minima, int64_t panel, int64_t groups, int64_t g,
+                        int64_t group, int64_t lane, Floats scale) {
+  if (minima.kind != kvq::ScaleKind::kOfScale)
+    return scales_at(minima, panel, groups, g, group, lane);
+  const int64_t at = (panel * groups + g) * kPanelOutputs + lane;
+  return load_bytes(static_cast<const int8_t*>(minima.fine) + at) * scale;
 }
 
 // Write outputs from `output` on of a row, as far as there are any.

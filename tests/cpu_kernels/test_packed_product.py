@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -17,7 +18,16 @@ if reason := library.unavailable():
     pytest.skip(reason, allow_module_level=True)
 
 
-def matrix(bits: int, group: int, inputs: int, outputs: int, *, coarse: bool, mins: bool) -> Any:
+def matrix(
+    bits: int,
+    group: int,
+    inputs: int,
+    outputs: int,
+    *,
+    coarse: bool,
+    mins: bool | str,
+    dtype: Any = np.float16,
+) -> Any:
     """Return (codes, scales, coarse scales, minima, coarse minima), and the matrix [I, O]."""
     rng, panels = np.random.default_rng(0), -(-outputs // 32)
     values = rng.integers(0, 16, (panels, inputs, 32)) if bits == 4 else None
@@ -33,7 +43,7 @@ def matrix(bits: int, group: int, inputs: int, outputs: int, *, coarse: bool, mi
 
     def factors():
         if not coarse:
-            fine = rng.normal(size=(panels, inputs // group, 32)).astype(np.float16)
+            fine = rng.normal(size=(panels, inputs // group, 32)).astype(dtype)
             return fine, None, fine.astype(float)
         fine = rng.integers(-64, 64, (panels, inputs // group, 32)).astype(np.int8)
         outer = rng.normal(size=(panels, inputs // 256, 32)).astype(np.float16)
@@ -41,6 +51,9 @@ def matrix(bits: int, group: int, inputs: int, outputs: int, *, coarse: bool, mi
 
     *stored, scale = factors()
     *least, minimum = factors() if mins else (None, None, 0.0 * scale)
+    if mins == "of scales":
+        least = [rng.integers(-15, 16, scale.shape).astype(np.int8), None]
+        minimum = least[0] * scale
     whole = values * np.repeat(scale, group, axis=1) + np.repeat(minimum, group, axis=1)
     arrays = tuple(
         None if array is None else jnp.asarray(array) for array in (codes, *stored, *least)
@@ -49,21 +62,24 @@ def matrix(bits: int, group: int, inputs: int, outputs: int, *, coarse: bool, mi
 
 
 @pytest.mark.parametrize(
-    ("bits", "group", "coarse", "mins"),
+    ("bits", "group", "coarse", "mins", "dtype"),
     [
-        (4, 32, False, False),
-        (4, 32, False, True),
-        (4, 32, True, True),
-        (8, 32, False, False),
-        (8, 32, True, True),
-        (8, 16, True, False),
+        (4, 32, False, False, np.float16),
+        (4, 32, False, True, np.float16),
+        (4, 32, True, True, np.float16),
+        (4, 32, False, "of scales", jnp.bfloat16),
+        (8, 32, False, False, jnp.bfloat16),
+        (8, 32, True, True, np.float16),
+        (8, 16, True, False, np.float16),
+        (8, 32, False, "of scales", np.float32),
     ],
 )
 @pytest.mark.parametrize("tokens", [1, 2, 5, 8, 19])
 def test_a_product_is_as_defined_and_a_row_has_the_same_bits_alone(
-    bits: int, group: int, coarse: bool, mins: bool, tokens: int
+    bits: int, group: int, coarse: bool, mins: bool | str, dtype: Any, tokens: int
 ):
-    arrays, w = matrix(bits, group, 512 if coarse else 96, 72, coarse=coarse, mins=mins)
+    inputs = 512 if coarse else 96
+    arrays, w = matrix(bits, group, inputs, 72, coarse=coarse, mins=mins, dtype=dtype)
     x = np.random.default_rng(1).normal(size=(tokens, len(w))).astype(np.float32)
     y = product(x, arrays, 72)
     want = x.astype(float) @ w
@@ -147,7 +163,7 @@ def test_a_mapped_product_is_the_product_of_each():
         ({0: np.zeros((1, 64, 32), np.int16)}, 32, "codes must be u32, s8"),
         ({1: np.zeros((1, 3, 32), np.float16)}, 32, "scales and minima must be"),
         ({1: np.zeros((1, 2, 32), np.int8)}, 32, "coarse scales must be"),
-        ({3: np.zeros((1, 2, 32), np.float32)}, 32, "must be float16, int8 or uint8"),
+        ({3: np.zeros((1, 2, 32), np.int32)}, 32, "must be float16, bfloat16, float32, int8"),
     ],
 )
 def test_arrays_that_do_not_fit_are_an_error_of_xla(change: dict, outputs: int, message: str):
@@ -157,3 +173,16 @@ def test_arrays_that_do_not_fit_are_an_error_of_xla(change: dict, outputs: int, 
     ]
     with pytest.raises(Exception, match=message):
         product(np.ones((1, 64), np.float32), changed, outputs)
+
+
+def test_numbers_of_fp8_have_their_values():
+    rng = np.random.default_rng(5)
+    codes = rng.permutation(np.tile(np.arange(256, dtype=np.uint8), 8)).reshape(1, 64, 32)
+    codes[codes & 127 == 127] = 0  # NaN
+    numbers = codes.view(ml_dtypes.float8_e4m3fn)
+    scales = rng.normal(size=(1, 2, 32)).astype(np.float32)
+    arrays = [jnp.asarray(numbers.reshape(1, 16, 4, 32).swapaxes(2, 3)), jnp.asarray(scales)]
+    w = (numbers.astype(float) * np.repeat(scales, 32, axis=1))[0]
+    y = product(np.eye(64, dtype=np.float32), [*arrays, None, None, None], 32)
+    np.testing.assert_allclose(y, w, rtol=1e-6)
+    assert np.unique(np.abs(y)).size > 1000, "numbers are not told apart"

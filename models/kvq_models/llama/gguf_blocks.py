@@ -12,13 +12,17 @@ them: every value is the same, bit for bit.
     MXFP4       4 bits (E2M1)        a power of two for 32       none
     F16, BF16   the values           none                        none
 
-The coarse float16 factors of K blocks are for 256 inputs. 5- and 6-bit codes take 8 bits here.
+The coarse float16 factors of K blocks are for 256 inputs. 5- and 6-bit codes take 8 bits here. The
+codes of Hugging Face checkpoints (AWQ, GPTQ, compressed-tensors, FP8) have 4 bits and centre 8, or
+8 bits; their own scales for 32 inputs, repeated if their groups are larger; and minima that are
+whole numbers, centre less zero, times the scales.
+
 Source: ggml's block structures, as the gguf library reads them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -28,11 +32,14 @@ from jaxtyping import Int, Shaped, UInt8
 
 from kvq_models.llama import huge_pages
 from kvq_models.llama.packed_weights import PANEL, PackedMatrix, panels_of
+from kvq_models.llama.quantized.groups import GroupedCodes
+from kvq_models.llama.stored_tensor import CheckpointError
 
 Blocks = UInt8[np.ndarray, "O n _"]
 # bits of the exponent, all ones in a number that is not finite
 _EXPONENTS = {"float16": np.uint16(0x7C00), "bfloat16": np.uint16(0x7F80)}
 _MOST_EXPONENT = 252  # of MXFP4, whose largest number fits float32
+CENTRE = 8  # of codes of 4 bits that count from 0
 _LOW = np.uint32(0x0F0F0F0F)  # the low 4 bits of each byte of a word
 
 
@@ -68,24 +75,52 @@ def packed_matrix(
         order: the row of the tensor that is output o, or None if they are in order.
         dtype: of the values.
     """
-    return _packed(KINDS[kind](blocks if order is None else blocks[order]), kind, dtype)
+    entries = KINDS[kind](blocks if order is None else blocks[order])
+    return _packed(entries, CENTRE if kind == "Q4_0" else 0, dtype)
 
 
 def matrix_of_numbers(
     rows: Shaped[np.ndarray, "O I"], dtype: DTypeLike
 ) -> tuple[PackedMatrix, bool]:
     """Return the matrix [I, O] of rows of bfloat16 or float16, as `packed_matrix` does."""
-    return _packed(_Entries(rows), rows.dtype.name, dtype)
+    return _packed(_Entries(rows), 0, dtype)
 
 
-def _packed(entries: _Entries, kind: str, dtype: DTypeLike) -> tuple[PackedMatrix, bool]:
+def matrix_of_codes(weights: Sequence[GroupedCodes], dtype: DTypeLike) -> tuple[PackedMatrix, bool]:
+    """Return the matrix [I, O] of weights whose outputs lie behind each other, as `packed_matrix`
+    does. Their groups are runs of a multiple of 32 inputs. Raises CheckpointError if the weights
+    are not stored alike."""
+    first = weights[0]
+    if len({(weight.bits, weight.scales.dtype, weight.scales.shape[1]) for weight in weights}) > 1:
+        raise CheckpointError(
+            "weights of one matrix have codes of different bits or scales of different types: load"
+            " them with weights='dense'"
+        )
+    codes, scales, zeros = (
+        np.ascontiguousarray(rows[0]) if len(rows) == 1 else np.concatenate(rows)
+        for rows in zip(*((w.codes, w.scales, w.zeros) for w in weights), strict=True)
+    )
+    centre = CENTRE if first.bits == 4 else 128 if codes.dtype == np.uint8 else 0
+    mins = (centre - zeros.astype(np.int32)).astype(np.int8)
+    repeats = codes.shape[1] // scales.shape[1] // 32
+    scales, mins = (np.repeat(rows, repeats, axis=1) for rows in (scales, mins))
+    if first.bits == 4:
+        low, high = np.split(codes.reshape(len(codes), -1, 32), 2, axis=2)
+        codes = _rows(_words(np.ascontiguousarray(low | (high << np.uint8(4)))))
+    elif codes.dtype == np.uint8:
+        codes = (codes ^ np.uint8(128)).view(np.int8)
+    entries = _Entries(codes, scales, mins=mins if mins.any() else None)
+    return _packed(entries, centre if first.bits == 4 else 0, dtype)
+
+
+def _packed(entries: _Entries, centre: int, dtype: DTypeLike) -> tuple[PackedMatrix, bool]:
     finite = all(_is_finite(rows) for rows in entries if rows is not None)
     codes, *factors = entries
     matrix = PackedMatrix(
-        _placed(codes.reshape(len(codes), -1, 4) if codes.dtype == np.int8 else codes),
+        _placed(codes.reshape(len(codes), -1, 4) if codes.dtype.itemsize == 1 else codes),
         *map(_placed, factors),
         outputs=len(codes),
-        centre=8 if kind == "Q4_0" else 0,
+        centre=centre,
         value_dtype=jnp.dtype(dtype).name,
     )
     return matrix, finite
@@ -95,6 +130,10 @@ def _is_finite(rows: Shaped[np.ndarray, "O _"]) -> bool:
     """Return True if codes or factors stand for finite numbers."""
     if rows.dtype == np.uint8:  # powers of two, times 12 at most
         return not rows.size or int(rows.max()) <= _MOST_EXPONENT
+    if rows.dtype == jnp.float8_e4m3fn:  # which has NaN and no infinity
+        return not np.any(rows.view(np.uint8) & 127 == 127)
+    if rows.dtype == np.float32:
+        return bool(np.isfinite(rows).all())
     exponent = _EXPONENTS.get(rows.dtype.name)
     if exponent is None:
         return True

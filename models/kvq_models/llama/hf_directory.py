@@ -30,6 +30,7 @@ from kvq_models.llama.hf_tokenizer import (
     load_tokenizer,
     named_end,
 )
+from kvq_models.llama.quantized.groups import GroupedCodes
 from kvq_models.llama.quantized.kv_scales import KVScales, read_kv_scales
 from kvq_models.llama.quantized.quantization_config import quantization_of
 from kvq_models.llama.quantized.quantized_weights import QuantizedWeight, gathered
@@ -247,17 +248,19 @@ class HfDirectory:
         return read
 
     def packs(self, name: str) -> bool:
-        """Return True if a tensor can be read packed: a matrix of numbers of 16 bits, or the
-        experts of gpt-oss in MXFP4."""
+        """Return True if a tensor can be read packed: a matrix of numbers of 16 bits, or of codes
+        with scales for whole groups of inputs, or the experts of gpt-oss in MXFP4."""
         from kvq_models.llama.gguf_blocks import is_whole  # imported late: it needs JAX
 
         stored, piece, experts = self.tensors[name], self._slices.get(name), ".experts." in name
-        if (weight := self._quantized(name)) is not None:
+        weight = self._quantized(name)
+        if weight is not None and len(stored.shape) == 3:
             by_expert = (*stored.shape[:-2], *stored.shape[:-3:-1])
             return experts and weight.packs and is_whole(by_expert, experts=True)
         rows = piece is None or piece.axis == 0
-        whole = is_whole(stored.shape, experts=experts)
-        return rows and stored.dtype in NUMBERS and whole and len(stored.shape) == 2
+        whole = len(stored.shape) == 2 and is_whole(stored.shape, experts=experts)
+        kept = stored.dtype in NUMBERS if weight is None else weight.packs
+        return rows and whole and kept
 
     def packed(self, names: Sequence[str], dtype: Any) -> tuple[Any, bool]:
         """Return a tensor that `packs` as a PackedMatrix [in, out] of its values, and True if all
@@ -265,7 +268,10 @@ class HfDirectory:
         other."""
         from kvq_models.llama import gguf_blocks  # imported late: it needs JAX
 
-        if (weight := self._quantized(names[0])) is not None:
+        weight = self._quantized(names[0])
+        if weight is not None and len(self.tensors[names[0]].shape) == 2:
+            return gguf_blocks.matrix_of_codes([self._grouped(name) for name in names], dtype)
+        if weight is not None:
             blocks, piece = weight.blocks(), self._slices.get(names[0])
             rows = blocks if piece is None else blocks[:, piece.part]
             return gguf_blocks.packed_matrix(
@@ -274,6 +280,14 @@ class HfDirectory:
         rows = [np.asarray(self.read(name)) for name in names]
         return gguf_blocks.matrix_of_numbers(
             rows[0] if len(rows) == 1 else np.concatenate(rows), dtype
+        )
+
+    def _grouped(self, name: str) -> GroupedCodes:
+        weight = self._quantized(name)
+        assert weight is not None
+        codes, of = weight.grouped(), functools.partial(self._slice, name)
+        return dataclasses.replace(
+            codes, codes=of(codes.codes), scales=of(codes.scales), zeros=of(codes.zeros)
         )
 
     def _slice(self, name: str, tensor: np.ndarray) -> np.ndarray:

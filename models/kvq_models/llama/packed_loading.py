@@ -70,8 +70,8 @@ def packing(
     chosen = packable if weights or size >= LEAST_BYTES else packable - wide
     if weights and not chosen:
         raise ValueError(
-            "weights='packed' is for GGUF files with blocks of 4 to 8 bits and for matrices of 16"
-            " bits, and this checkpoint has none: give 'dense'"
+            "weights='packed' is for GGUF files with blocks of 4 to 8 bits, for groups of integers"
+            " or FP8, and for matrices of 16 bits, and this checkpoint has none: give 'dense'"
         )
     layers_of_experts = _whole_layers(checkpoint, chosen)
 
@@ -126,10 +126,10 @@ def with_activations(llama: Llama, activations: Activations) -> Llama:
     if activations not in get_args(Activations):
         raise ValueError(f"{activations=} must be 'float32' or 'int8'")
     leaves = jax.tree.leaves(llama, is_leaf=is_packed)
-    if activations == "int8" and not any(is_packed(leaf) and leaf.bits < 16 for leaf in leaves):
+    if activations == "int8" and not any(is_packed(leaf) and leaf.integers for leaf in leaves):
         raise ValueError(
-            "activations='int8' is for packed weights of 4 or 8 bits, and this model has none: give"
-            " 'float32'"
+            "activations='int8' is for packed integers of 4 or 8 bits, and this model has none:"
+            " give 'float32'"
         )
 
     def changed(leaf: Any) -> Any:
@@ -166,7 +166,7 @@ def in_words(llama: Llama) -> str:
         return dtype
     packed = [leaf for leaf in leaves if is_packed(leaf)]
     bits = sorted({leaf.bits for leaf in packed})
-    rounds = any(leaf.activations == "int8" and leaf.bits < 16 for leaf in packed)
+    rounds = any(leaf.activations == "int8" and leaf.integers for leaf in packed)
     rounded = ", rounded to int8 before products" if rounds else ""
     return (
         f"packed ({' and '.join(map(str, bits))} bits, {size / 1e6:.0f} MB, exactly the file's"

@@ -4,7 +4,8 @@ rows made of one.
 A model's weight is an array or one of these. The model multiplies by `x @ weight`, looks rows up by
 `rows_of`, and does not ask which it has. `dense` returns the array for everything else.
 
-Source: the blocks of GGUF files (gguf_blocks.py) and tensors of 16 bits, whose values are kept.
+Source: the blocks of GGUF files, codes of Hugging Face checkpoints (gguf_blocks.py) and tensors of
+16 bits, whose values are kept.
 """
 
 from __future__ import annotations
@@ -31,7 +32,13 @@ _SHIFTS = (4 * np.arange(2)[:, None] + 8 * np.arange(4)).astype(np.uint32)[
     None, None, :, None, :, None
 ]
 TILE = 2048  # outputs that XLA dequantizes at a time
-_BITS = {"uint32": 4, "int8": 8, "bfloat16": 16, "float16": 16}  # by the dtype of codes
+_BITS = {  # by the dtype of codes
+    "uint32": 4,
+    "int8": 8,
+    "float8_e4m3fn": 8,
+    "bfloat16": 16,
+    "float16": 16,
+}
 _INPUTS = {4: 8, 8: 4, 16: 1}  # of an entry of the second axis of codes
 # twice each number of 4 bits (E2M1)
 _TWICE_E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
@@ -79,18 +86,20 @@ class PackedMatrix(PackedWeight):
 
     in fp32. Output o lies in lane o % 32 of panel o // 32. Everything behind the last output is 0.
 
-        codes          int8 [P, I / 4, 32, 4]; or of 4 bits, eight in a word, uint32 [P, I / 8, 32]:
-                       bits 8 b + 4 h of word 4 r + w are those of input 32 r + 16 h + 4 w + b;
-                       or the values, bfloat16 or float16 [P, I, 32], without scales
-        scales         float16 [P, I / group, 32], or int8 factors of coarse_scales, or uint8 e of
-                       MXFP4: 2^(e - 128) times twice the number (E2M1) that a code stands for
+        codes          int8 or FP8 [P, I / 4, 32, 4]; or of 4 bits, eight in a word, uint32
+                       [P, I / 8, 32]: bits 8 b + 4 h of word 4 r + w are those of input
+                       32 r + 16 h + 4 w + b; or the values, bfloat16 or float16 [P, I, 32],
+                       without scales
+        scales         float16, bfloat16 or float32 [P, I / group, 32], or int8 factors of
+                       coarse_scales, or uint8 e of MXFP4: 2^(e - 128) times twice the number
+                       (E2M1) of a code
         coarse_scales  float16 [P, I / 256, 32], or None
-        mins           as scales, or None for 0
+        mins           as scales, or int8 factors of the scales, or None for 0
         coarse_mins    as coarse_scales, or None
         outputs        O; P = ceil(O / 32)
         centre         the code that stands for 0; 0 for 8 bits
         value_dtype    of `dequantized` and `rows`
-        activations    "float32", or "int8": products with codes round x to 8 bits, by group
+        activations    "float32", or "int8": products with integers round x to 8 bits, by group
 
     x @ w is a native kernel on a CPU. Elsewhere XLA dequantizes tiles. Products are as exact as
     sums of fp32 numbers, but for that rounding. There is no gradient.
@@ -109,6 +118,11 @@ class PackedMatrix(PackedWeight):
     @property
     def bits(self) -> int:
         return _BITS[self.codes.dtype.name]
+
+    @property
+    def integers(self) -> bool:
+        """True if codes are integers, or numbers that are multiples of one (MXFP4)."""
+        return jnp.issubdtype(self.codes.dtype, jnp.integer)
 
     @property
     def shape(self) -> tuple[int, int]:  # type: ignore[override]  # counted from the arrays
@@ -159,6 +173,10 @@ class OfMatrix(PackedWeight):
     @property
     def bits(self) -> int:
         return self.matrix.bits
+
+    @property
+    def integers(self) -> bool:
+        return self.matrix.integers
 
     @property
     def activations(self) -> Activations:
@@ -240,9 +258,12 @@ def _values(w: PackedMatrix) -> Float[Array, "P I lanes"]:
     e2m1 = w.scales.dtype == jnp.uint8
     values = jnp.asarray(_TWICE_E2M1)[codes] if e2m1 else codes.astype(jnp.float32)
     by_group = values.reshape(values.shape[0], w.scales.shape[1], -1, values.shape[-1])
+    mins = w.mins
+    if mins is not None and mins.dtype == jnp.int8 and w.coarse_mins is None:  # of the scales
+        by_group, mins = by_group + mins.astype(jnp.float32)[:, :, None], None
     scaled = by_group * _fine(w.scales, w.coarse_scales)[:, :, None]
-    if w.mins is not None:
-        scaled = scaled + _fine(w.mins, w.coarse_mins)[:, :, None]
+    if mins is not None:
+        scaled = scaled + _fine(mins, w.coarse_mins)[:, :, None]
     return scaled.reshape(values.shape)
 
 

@@ -69,7 +69,7 @@ def test_the_default_keeps_large_checkpoints_on_a_cpu_with_kernels(
 
 
 def test_int8_activations_round_nothing_that_meets_numbers_of_16_bits(tmp_path: pathlib.Path):
-    with pytest.raises(ValueError, match="is for packed weights of 4 or 8 bits"):
+    with pytest.raises(ValueError, match="is for packed integers of 4 or 8 bits"):
         load_llama(saved(tmp_path / "m"), weights="packed", activations="int8")
 
 

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 
-import numpy as np
-
-from kvq_models.llama.quantized.groups import scaled_groups, unpacked
-from kvq_models.llama.quantized.stored_parts import FLOATS, Layout, StoredParts
+from kvq_models.llama.quantized.groups import GroupedCodes, unpacked
+from kvq_models.llama.quantized.stored_parts import FLOATS, GroupedLayout, StoredParts
 
 _COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 @dataclasses.dataclass(frozen=True)
-class Awq(Layout):
+class Awq(GroupedLayout):
     """Groups of `group_size` inputs, -1 for all."""
 
     group_size: int
@@ -33,6 +31,11 @@ class Awq(Layout):
         parts.check("scales", FLOATS, (groups, 8 * words))
         return 8 * words, inputs
 
-    def dequantized(self, parts: StoredParts) -> np.ndarray:
-        codes, zeros = (unpacked(parts.read(end), 4, 1, _COLUMNS) for end in ("qweight", "qzeros"))
-        return scaled_groups(codes, zeros, parts.floats("scales")).T
+    def packs(self, parts: StoredParts) -> bool:
+        return self.has_whole_groups(parts, "scales", axis=0)
+
+    def grouped(self, parts: StoredParts) -> GroupedCodes:
+        codes, zeros = (
+            unpacked(parts.read(end), 4, 1, _COLUMNS).T for end in ("qweight", "qzeros")
+        )
+        return GroupedCodes(codes, parts.read("scales").T, zeros, 4)

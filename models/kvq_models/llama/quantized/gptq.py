@@ -10,13 +10,13 @@ import dataclasses
 
 import numpy as np
 
-from kvq_models.llama.quantized.groups import scaled_groups, unpacked
-from kvq_models.llama.quantized.stored_parts import FLOATS, Layout, StoredParts
+from kvq_models.llama.quantized.groups import GroupedCodes, unpacked
+from kvq_models.llama.quantized.stored_parts import FLOATS, GroupedLayout, StoredParts
 from kvq_models.llama.stored_tensor import CheckpointError
 
 
 @dataclasses.dataclass(frozen=True)
-class Gptq(Layout):
+class Gptq(GroupedLayout):
     """Codes of `bits` in groups of `group_size` inputs, -1 for all."""
 
     bits: int
@@ -44,12 +44,28 @@ class Gptq(Layout):
             parts.check("g_idx", ("I32", "I64"), (inputs,))
         return outputs, inputs
 
-    def dequantized(self, parts: StoredParts) -> np.ndarray:
-        scales, zeros = parts.floats("scales"), parts.read("qzeros").view(np.uint32)
+    def packs(self, parts: StoredParts) -> bool:
+        return (
+            self.bits == 4
+            and self.has_whole_groups(parts, "scales", axis=0)
+            and ("g_idx" not in parts or self._index(parts) is None)
+        )
+
+    def grouped(self, parts: StoredParts) -> GroupedCodes:
+        zeros = parts.read("qzeros").view(np.uint32)
         if self.zeros_less_one:
             # on whole words, as they were written: a zero of 0 borrowed from its neighbour
             ones = sum(1 << shift for shift in range(0, 32, self.bits))
             zeros = zeros + np.uint32(ones)
-        index = parts.group_index("g_idx", len(scales)) if "g_idx" in parts else None
-        codes = unpacked(parts.read("qweight"), self.bits, axis=0)
-        return scaled_groups(codes, unpacked(zeros, self.bits, axis=1), scales, index).T
+        codes = unpacked(parts.read("qweight"), self.bits, axis=0).T
+        zeros = unpacked(zeros, self.bits, axis=1).T
+        return GroupedCodes(codes, parts.read("scales").T, zeros, self.bits, self._index(parts))
+
+    def _index(self, parts: StoredParts) -> np.ndarray | None:
+        """Return the group of each input, or None if groups are equal runs of inputs."""
+        if "g_idx" not in parts:
+            return None
+        groups = parts.headers["scales"].shape[0]
+        index = parts.group_index("g_idx", groups)
+        in_order = np.repeat(np.arange(groups), len(index) // groups)
+        return None if np.array_equal(index, in_order) else index

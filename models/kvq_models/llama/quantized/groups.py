@@ -2,7 +2,41 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
+from jaxtyping import Float, Int, Integer, Shaped
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedCodes:
+    """A weight [out, in] as w[o, i] = (code[o, i] - zero[o, group of i]) scale[o, group of i].
+
+    codes: int8, or uint8 counted from 0, or numbers of FP8. scales: as stored. zeros: whole
+    numbers. bits: of a code. index: the group of each input, or None if groups are equal runs of
+    inputs.
+    """
+
+    codes: Shaped[np.ndarray, "out in"]
+    scales: Float[np.ndarray, "out groups"]
+    zeros: Integer[np.ndarray, "out groups"]
+    bits: int
+    index: Int[np.ndarray, "in"] | None = None
+
+    def dequantized(self) -> Float[np.ndarray, "out in"]:
+        """Return the weight in float32."""
+        values, groups = self.codes.T.astype(np.float32), self.scales.shape[1]
+        size = len(values) // groups
+        zeros, scales = (a.T.astype(np.float32) for a in (self.zeros, self.scales))
+        for group, (zero, scale) in enumerate(zip(zeros, scales, strict=True)):
+            if self.index is None:
+                part = values[group * size : (group + 1) * size]
+                part -= zero
+                part *= scale
+            else:
+                inputs = np.flatnonzero(self.index == group)
+                values[inputs] = (values[inputs] - zero) * scale
+        return values.T
 
 
 def unpacked(
@@ -26,26 +60,3 @@ def unpacked(
     shape = list(words.shape)
     shape[axis] *= count
     return codes.reshape(shape)
-
-
-def scaled_groups(
-    codes: np.ndarray, zeros: np.ndarray, scales: np.ndarray, index: np.ndarray | None = None
-) -> np.ndarray:
-    """Return (codes - zeros) * scales in float32, with one zero and scale per group and output.
-
-    Args:
-        codes: [in, out].
-        zeros: [groups, out], whole numbers.
-        scales: [groups, out], float32.
-        index: [in], the group of each input. None if groups are equal runs of inputs.
-    """
-    values, size = codes.astype(np.float32), len(codes) // len(scales)
-    for group, (zero, scale) in enumerate(zip(zeros.astype(np.float32), scales, strict=True)):
-        if index is None:
-            part = values[group * size : (group + 1) * size]
-            part -= zero
-            part *= scale
-        else:
-            inputs = np.flatnonzero(index == group)
-            values[inputs] = (values[inputs] - zero) * scale
-    return values

@@ -11,13 +11,13 @@ import dataclasses
 
 import numpy as np
 
-from kvq_models.llama.quantized.groups import scaled_groups, unpacked
-from kvq_models.llama.quantized.stored_parts import FLOATS, Layout, StoredParts
+from kvq_models.llama.quantized.groups import GroupedCodes, unpacked
+from kvq_models.llama.quantized.stored_parts import FLOATS, GroupedLayout, StoredParts
 from kvq_models.llama.stored_tensor import CheckpointError
 
 
 @dataclasses.dataclass(frozen=True)
-class PackedInt(Layout):
+class PackedInt(GroupedLayout):
     """Codes of `bits` in groups of `group_size` inputs, -1 for all."""
 
     bits: int
@@ -56,8 +56,15 @@ class PackedInt(Layout):
         else:  # older files do not pack them
             parts.shape("weight_zero_point", ("I8",))
 
-    def dequantized(self, parts: StoredParts) -> np.ndarray:
-        scales = parts.floats("weight_scale")
+    def packs(self, parts: StoredParts) -> bool:
+        return (
+            (self.bits == 4 or "weight_zero_point" not in parts)
+            and self.has_whole_groups(parts, "weight_scale", axis=1)
+            and self._index(parts) is None
+        )
+
+    def grouped(self, parts: StoredParts) -> GroupedCodes:
+        scales = parts.read("weight_scale")
         shape = self.shape(parts)
         if (stated := tuple(map(int, parts.read("weight_shape")))) != shape:
             raise CheckpointError(
@@ -65,11 +72,16 @@ class PackedInt(Layout):
                 f" have shape {shape}"
             )
         codes = unpacked(parts.read("weight_packed"), self.bits, axis=1)[:, : shape[1]]
-        index = None
-        # -1 everywhere stands for groups in order
-        if "weight_g_idx" in parts and (parts.read("weight_g_idx") != -1).any():
-            index = parts.group_index("weight_g_idx", scales.shape[1])
-        return scaled_groups(codes.T, self._zeros(parts, scales.shape).T, scales.T, index).T
+        zeros = self._zeros(parts, scales.shape)
+        return GroupedCodes(codes, scales, zeros, self.bits, self._index(parts))
+
+    @staticmethod
+    def _index(parts: StoredParts) -> np.ndarray | None:
+        """Return the group of each input, or None for groups in order, for which -1 everywhere
+        stands, too."""
+        if "weight_g_idx" not in parts or (parts.read("weight_g_idx") == -1).all():
+            return None
+        return parts.group_index("weight_g_idx", parts.headers["weight_scale"].shape[1])
 
     def _zeros(self, parts: StoredParts, shape: tuple[int, ...]) -> np.ndarray:
         """Return the zero points with the offset of the codes, [out, groups]."""

@@ -1,5 +1,5 @@
 """The seam between a checkpoint's files and its model: every quantized weight is one tensor of
-floats, whatever the files store for it, or stays in its bits (MXFP4)."""
+floats, whatever the files store for it, or stays in its bits."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
+from kvq_models.llama.quantized.groups import GroupedCodes
 from kvq_models.llama.quantized.mxfp4 import Mxfp4
 from kvq_models.llama.quantized.quantization_config import Quantization
 from kvq_models.llama.quantized.stored_parts import FLOATS, Layout, StoredParts
@@ -42,13 +43,17 @@ class QuantizedWeight:
 
     @property
     def packs(self) -> bool:
-        """True if `blocks` returns the weight."""
-        return isinstance(self.layout, Mxfp4)
+        """True if the weight can stay packed: by `blocks` if it is MXFP4, else by `grouped`."""
+        return isinstance(self.layout, Mxfp4) or self.layout.packs(self.parts)
 
     def blocks(self) -> np.ndarray:
-        """Return a weight that `packs`, in GGUF's blocks of MXFP4."""
+        """Return a weight of MXFP4 in GGUF's blocks."""
         assert isinstance(self.layout, Mxfp4), "no other layout has these blocks"
         return self.layout.blocks(self.parts)
+
+    def grouped(self) -> GroupedCodes:
+        """Return another weight that `packs`."""
+        return self.layout.grouped(self.parts)
 
 
 def gathered(

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 
+import ml_dtypes
 import numpy as np
 
-from kvq_models.llama.quantized.stored_parts import FLOATS, Layout, StoredParts
+from kvq_models.llama.quantized.groups import GroupedCodes
+from kvq_models.llama.quantized.stored_parts import FLOATS, GROUP, Layout, StoredParts
 
 # outputs and inputs that share a scale; None for all of them
 Block = tuple[int | None, int | None]
@@ -44,12 +46,29 @@ class ScaledCodes(Layout):
 
     def dequantized(self, parts: StoredParts) -> np.ndarray:
         values, scale = parts.floats("weight"), parts.floats(self._scale(parts))
-        block = next(b for b in self.blocks if scale.shape in _shapes(values.shape, b))
-        grid = _grid(values.shape, block)
+        block, grid = self._block(parts), _grid(values.shape, self._block(parts))
         if "weight_zero_point" in parts:
             _apply(np.subtract, values, parts.floats("weight_zero_point").reshape(grid), block)
         _apply(np.multiply, values, scale.reshape(grid), block)
         return values
+
+    def packs(self, parts: StoredParts) -> bool:
+        width = self._block(parts)[1]
+        whole = width is None or (self.shape(parts)[1] % width == 0 and width % GROUP == 0)
+        return whole and "weight_zero_point" not in parts
+
+    def grouped(self, parts: StoredParts) -> GroupedCodes:
+        codes, block = parts.read("weight"), self._block(parts)
+        scales = parts.read(self._scale(parts)).reshape(_grid(codes.shape, block))
+        if scales.dtype == ml_dtypes.float8_e8m0fnu:
+            scales = scales.astype(np.float32)
+        by_output = np.repeat(scales, block[0] or len(codes), axis=0)[: len(codes)]
+        return GroupedCodes(codes, by_output, np.zeros_like(by_output, np.int8), 8)
+
+    def _block(self, parts: StoredParts) -> Block:
+        shapes = (parts.headers[end].shape for end in ("weight", self._scale(parts)))
+        weight, scale = shapes
+        return next(block for block in self.blocks if scale in _shapes(weight, block))
 
     @staticmethod
     def _scale(parts: StoredParts) -> str:

@@ -9,9 +9,11 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
+from kvq_models.llama.quantized.groups import GroupedCodes
 from kvq_models.llama.stored_tensor import CheckpointError, StoredTensor
 
 FLOATS = ("F32", "F16", "BF16")
+GROUP = 32  # inputs that share a scale of a packed matrix
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,3 +107,27 @@ class Layout(abc.ABC):
     @abc.abstractmethod
     def dequantized(self, parts: StoredParts) -> np.ndarray:
         """Return the weight [out, in] in float32. `shape` has checked the tensors."""
+
+    def packs(self, parts: StoredParts) -> bool:
+        """Return True if a packed matrix has the values of `grouped`. Reads tensors of groups at
+        most."""
+        return False
+
+    def grouped(self, parts: StoredParts) -> GroupedCodes:
+        """Return the weight without dequantizing it."""
+        raise NotImplementedError
+
+
+class GroupedLayout(Layout):
+    """The tensors of a weight whose groups of inputs share scales and zeros."""
+
+    @abc.abstractmethod
+    def grouped(self, parts: StoredParts) -> GroupedCodes: ...
+
+    def dequantized(self, parts: StoredParts) -> np.ndarray:
+        return self.grouped(parts).dequantized()
+
+    def has_whole_groups(self, parts: StoredParts, scales: str, axis: int) -> bool:
+        """Return True if the scales, whose groups lie along an axis, are those of whole runs of
+        GROUP inputs."""
+        return self.shape(parts)[1] % (GROUP * parts.headers[scales].shape[axis]) == 0
