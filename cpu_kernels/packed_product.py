@@ -1,6 +1,7 @@
 """Products of rows with matrices of packed weights, in C++ on the threads of XLA.
 
     w[i, o] = (code[i, o] - centre) scale[i // group, o] + min[i // group, o]        y = x w
+    w[i, o] = levels[code[i, o]] scale[i // group, o]        for codes of levels
 
 Of a stack of experts' matrices, each row meets one, and matrices that no row chooses are not read.
 Scales and minima are applied once for each group of inputs, to sums of codes times x. A row's
@@ -26,6 +27,7 @@ from cpu_kernels.library import PACKED_PRODUCT, unavailable
 
 PANEL = 32  # outputs that lie together (kPanelOutputs of csrc/weights.h)
 COARSE = 256  # inputs that share a coarse scale
+LEVELS = 16  # of codes of 4 bits
 
 
 Arrays: TypeAlias = Sequence[Shaped[Array, "_ ..."] | None]
@@ -37,6 +39,7 @@ def packed_products(
     *,
     outputs: Sequence[int],
     centres: Sequence[int],
+    levels: Sequence[Sequence[float] | None] | None = None,
     digits: int = 3,
     chosen: Int[Array, "T"] | None = None,
     experts: int = 1,
@@ -55,6 +58,8 @@ def packed_products(
             coarse minima, as coarse scales, or None.
         outputs: O of each, at most 32 P.
         centres: the 4-bit code that stands for 0, of each.
+        levels: of each, the 16 numbers that 4-bit codes stand for, or None for integers; None if
+            all are integers.
         digits: 3, or 1 to round x to q / 127 of the largest of its group, with |q| <= 127.
         chosen: [T], the expert of each row, from 0 to experts - 1, or None without experts.
         experts: how many matrices lie behind each other in the first axis, of experts P panels.
@@ -72,7 +77,11 @@ def packed_products(
     )
     arrays = [none if array is None else array for arrays in matrices for array in arrays]
     choice = jnp.zeros(0, jnp.int32) if chosen is None else chosen.astype(jnp.int32)
+    tables = [table or (np.nan,) * LEVELS for table in levels or [None] * len(outputs)]
     attributes = dict(
-        centres=np.array(centres, np.float32), digits=np.int64(digits), experts=np.int64(experts)
+        centres=np.array(centres, np.float32),
+        levels=np.array(tables, np.float32).reshape(-1),
+        digits=np.int64(digits),
+        experts=np.int64(experts),
     )
     return list(call(x, choice, *arrays, **attributes))

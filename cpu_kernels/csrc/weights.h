@@ -6,8 +6,8 @@
 // Outputs lie in panels of kPanelOutputs, which are the lanes of vectors. A scale is a number of 16
 // or 32 bits, or the product of a signed byte and a float16 that kCoarse inputs share; minima
 // likewise, or the product of a signed byte and the scale. A scale of MXFP4 is a power of two, and
-// its codes are numbers of 4 bits. Codes of FP8 are numbers of 8 bits. Numbers of 16 bits have no
-// scales.
+// its codes are numbers of 4 bits. Codes of 4 bits may stand for 16 levels (NF4), and codes of FP8
+// are numbers of 8 bits. Numbers of 16 bits have no scales.
 #pragma once
 
 #include <cstdint>
@@ -52,12 +52,13 @@ struct PackedMatrix {
   const void* codes;  // 4 bits: uint32 [P, I / 8, 32]; 8 bits: int8 or E4M3 [P, I / 4, 32, 4];
                       // 16 bits: bfloat16 or float16 [P, I, 32]
   Scales scales, mins;
-  bool bfloat16 = false;  // of 16 bits
-  bool e4m3 = false;      // of 8 bits
+  bool bfloat16 = false;          // of 16 bits
+  bool e4m3 = false;              // of 8 bits
+  const float* levels = nullptr;  // [16], what codes of 4 bits stand for, or null for integers
 
   // Twice a number of 4 bits (E2M1) is an integer from -12 to 12.
   bool e2m1() const { return scales.kind == ScaleKind::kExponents; }
-  bool integers() const { return bits < 16 && !e4m3; }
+  bool integers() const { return bits < 16 && !e4m3 && !levels; }
   int64_t panels() const { return (outputs + kPanelOutputs - 1) / kPanelOutputs; }
 };
 

@@ -7,13 +7,15 @@
 //               scales f16, bf16 or f32 [P, I / group, 32], or s8 with coarse_scales f16
 //               [P, I / 256, 32], or u8 exponents of MXFP4; minima likewise, but for exponents, or
 //               s8 factors of the scales. An array that there is none of is empty.
-//   attributes  centres f32 [matrices], integers from 0 to 15; digits s64, 3, or 1 to round
+//   attributes  centres f32 [matrices], integers from 0 to 15; levels f32 [matrices, 16], what codes
+//               of 4 bits stand for, or NaN for integers; digits s64, 3, or 1 to round
 //               activations to 8 bits; experts s64, of stacks of matrices, whose first axes are
 //               [experts P] then, and row t of x meets matrix chosen[t]
 //   results     y f32 [T, O] for each matrix, 32 (P - 1) < O <= 32 P
 //
 // Arguments that do not fit together are an XLA error, never an access outside an array.
 #include <algorithm>
+#include <cmath>
 #include <new>
 #include <string>
 #include <vector>
@@ -103,15 +105,18 @@ std::string read_matrix(int64_t inputs, int64_t outputs, int64_t experts,
                : "";
   if (scales.dimensions().size() != 3) return "scales must have three axes";
   weights.group = scales.dimensions()[1] * 32 == inputs ? 32 : 16;
+  if (weights.levels && (weights.bits != 4 || weights.centre != 0 || mins.element_count()))
+    return "levels are for codes of 4 bits without centre and minima";
   if ((weights.bits == 4 || weights.e4m3) && weights.group != 32)
     return "groups of 4-bit codes and of FP8 must be of 32";
   const std::string wrong =
       read_scales(weights, experts, scales, coarse_scales, false, weights.scales);
+  if (weights.levels && weights.e2m1()) return "exponents are scales of numbers, not of levels";
   if (!wrong.empty() || !mins.element_count()) return wrong;
   return read_scales(weights, experts, mins, coarse_mins, true, weights.mins);
 }
 
-constexpr size_t kArrays = 5;  // of a matrix
+constexpr size_t kArrays = 5, kLevels = 16;  // of a matrix
 
 // Fill the product with matrix m. Returns what is wrong, or an empty text.
 std::string read_product(const kvq::PackedCall& call, int64_t experts, ffi::RemainingArgs arrays,
@@ -134,7 +139,8 @@ std::string read_product(const kvq::PackedCall& call, int64_t experts, ffi::Rema
 
 ffi::Error multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S32> chosen,
                     ffi::RemainingArgs arrays, ffi::RemainingRets results,
-                    ffi::Span<const float> centres, int64_t digits, int64_t experts) {
+                    ffi::Span<const float> centres, ffi::Span<const float> levels, int64_t digits,
+                    int64_t experts) {
   if (x.dimensions().size() != 2) return invalid("x must be [T, I]");
   if (digits != 1 && digits != kvq::kMostDigits) return invalid("digits must be 1 or 3");
   const bool chooses = chosen.element_count() > 0;
@@ -145,13 +151,16 @@ ffi::Error multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<f
   for (size_t t = 0; t < chosen.element_count(); t++)
     if (choice[t] < 0 || choice[t] >= experts) return invalid("chosen must be from 0 to experts");
   const size_t count = centres.size();
-  if (arrays.size() != count * kArrays || results.size() != count)
-    return invalid("there must be five arrays, one centre and one result for each matrix");
+  if (arrays.size() != count * kArrays || results.size() != count ||
+      levels.size() != count * kLevels)
+    return invalid("there must be five arrays, a centre, 16 levels and a result for each matrix");
   kvq::PackedCall call{x.typed_data(), x.dimensions()[0], x.dimensions()[1], digits, {}};
   try {
     for (size_t m = 0; m < count; m++) {
       kvq::PackedProduct product{};
       product.weights.centre = centres.begin()[m];
+      const float* const table = levels.begin() + m * kLevels;
+      if (!std::isnan(table[0])) product.weights.levels = table;
       const std::string wrong = read_product(call, experts, arrays, results, m, product);
       if (!wrong.empty()) return invalid(wrong);
       if (!(product.weights.centre >= 0 && product.weights.centre <= 15))
@@ -179,6 +188,7 @@ extern "C" KVQ_EXPORT XLA_FFI_Error* kvq_packed_product(XLA_FFI_CallFrame* frame
                              .RemainingArgs()
                              .RemainingRets()
                              .Attr<ffi::Span<const float>>("centres")
+                             .Attr<ffi::Span<const float>>("levels")
                              .Attr<int64_t>("digits")
                              .Attr<int64_t>("experts")
                              .To(multiply)

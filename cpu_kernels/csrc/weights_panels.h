@@ -40,6 +40,13 @@ struct E2M1 {
   KVQ_INLINE Floats decoded(Uints word) const { return levels.at(word & 15); }
 };
 
+// Codes of levels.
+struct Levels {
+  const Table levels;
+  explicit Levels(const PackedMatrix& weights) : levels(weights.levels) {}
+  KVQ_INLINE Floats decoded(Uints word) const { return levels.at(word & 15); }
+};
+
 // Codes of 4 bits.
 template <class Decoder>
 struct Nibbles : Decoder {
@@ -214,7 +221,8 @@ inline void multiply_codes(const PanelProduct& product) {
 
 // Products with numbers that are no integers.
 inline void multiply_numbers(const PanelProduct& product) {
-  if (product.weights->e4m3) multiply_codes<Bytes<E4M3>, 32>(product);
+  if (product.weights->levels) multiply_codes<Nibbles<Levels>, 32>(product);
+  else if (product.weights->e4m3) multiply_codes<Bytes<E4M3>, 32>(product);
   else if (product.weights->bfloat16) multiply_codes<Halves<true>, 32>(product);
   else multiply_codes<Halves<false>, 32>(product);
 }

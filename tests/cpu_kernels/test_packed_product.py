@@ -186,3 +186,25 @@ def test_numbers_of_fp8_have_their_values():
     y = product(np.eye(64, dtype=np.float32), [*arrays, None, None, None], 32)
     np.testing.assert_allclose(y, w, rtol=1e-6)
     assert np.unique(np.abs(y)).size > 1000, "numbers are not told apart"
+
+
+def test_codes_of_levels_have_their_values_and_no_centre_or_minima():
+    rng = np.random.default_rng(6)
+    arrays, _ = matrix(4, 32, 64, 40, coarse=False, mins=True)
+    integers = matrix(4, 32, 64, 40, coarse=False, mins=False)[1]
+    scales = np.repeat(np.asarray(arrays[1], float), 32, axis=1).transpose(1, 0, 2).reshape(64, -1)
+    levels = rng.normal(size=16).astype(np.float32)
+    codes = np.round(integers / scales[:, :40]).astype(int)
+    x = rng.normal(size=(3, 64)).astype(np.float32)
+
+    def of_levels(*stored: Any, centre: int = 0) -> np.ndarray:
+        options = dict(outputs=[40], centres=[centre], levels=[levels.tolist()])
+        return np.asarray(packed_products(jnp.asarray(x), [stored], **options)[0])
+
+    y, want = of_levels(*arrays[:3], None, None), x @ (levels[codes] * scales[:, :40])
+    assert np.linalg.norm(y - want) < 1e-6 * np.linalg.norm(want)
+    assert np.linalg.norm(y - x @ integers) > 0.1 * np.linalg.norm(want), "levels are not read"
+    with pytest.raises(Exception, match="without centre and minima"):
+        of_levels(*arrays)
+    with pytest.raises(Exception, match="without centre and minima"):
+        of_levels(*arrays[:3], None, None, centre=8)

@@ -33,9 +33,12 @@ struct MatrixShape {
   bool mins;
   bool of_scale = false;  // minima are factors of scales
   bool e4m3 = false;
+  bool levels = false;
   bool exponents() const { return kind == ScaleKind::kExponents; }
 };
 
+constexpr float kLevels[16] = {-1,  -.7f, -.5f, -.4f, -.3f, -.2f, -.1f, 0,
+                               .1f, .2f,  .25f, .3f,  .4f,  .6f,  .7f,  1};
 constexpr double kE2M1[16] = {0, .5, 1, 1.5, 2, 3, 4, 6, -0., -.5, -1, -1.5, -2, -3, -4, -6};
 
 struct RandomScales {
@@ -114,13 +117,13 @@ static double code_of(const MatrixShape& s, const std::vector<uint8_t>& codes, i
   const int64_t half = i % 32 / 16, word = i / 32 * 4 + i % 16 / 4;
   const uint8_t byte = codes[((panel / 8 + word) * 32 + lane) * 4 + i % 4];
   const int code = half ? byte >> 4 : byte & 15;
-  return s.exponents() ? kE2M1[code] : code;
+  return s.exponents() ? kE2M1[code] : s.levels ? kLevels[code] : code;
 }
 
 // Entry i of row t, as a product reads it.
 static double read_as(const MatrixShape& s, const std::vector<float>& x, int64_t t, int64_t i) {
   const float* const row = x.data() + t * s.inputs;
-  if (s.digits == 3 || s.bits == 16 || s.e4m3) return row[i];
+  if (s.digits == 3 || s.bits == 16 || s.e4m3 || s.levels) return row[i];
   float most = 0;
   for (int64_t j = i / s.group * s.group; j < (i / s.group + 1) * s.group; j++)
     most = std::max(most, std::fabs(row[j]));
@@ -142,7 +145,8 @@ static int check(const MatrixShape& s) {
   const RandomScales mins(s.of_scale ? ScaleKind::kOfScale : s.kind, s, panels);
   std::vector<float> x(s.tokens * s.inputs);
   for (float& value : x) value = random_float();
-  const float centre = s.bits == 4 && (!s.mins || s.of_scale) && !s.exponents() ? 8.0f : 0.0f;
+  const float centre =
+      s.bits == 4 && (!s.mins || s.of_scale) && !s.exponents() && !s.levels ? 8.0f : 0.0f;
   const PackedMatrix weights{s.bits,
                              s.group,
                              s.inputs,
@@ -152,7 +156,8 @@ static int check(const MatrixShape& s) {
                              s.bits == 16 ? Scales{} : scales.scales(),
                              s.mins ? mins.scales() : Scales{},
                              false,
-                             s.e4m3};
+                             s.e4m3,
+                             s.levels ? kLevels : nullptr};
   const PackedCall call{x.data(), s.tokens, s.inputs, s.digits, {{weights, nullptr}}};
   const Multiplier& kernel = *best_kernels().multiplier;
   const auto one = run(call, multiplier_baseline, 0);
@@ -221,7 +226,9 @@ int main() {
         for (bool e4m3 : {false, true})
           failures +=
               check({8, 32, 160, outputs, tokens, digits, ScaleKind::kFloat32, false, false, e4m3});
-        checked += 7;
+        failures += check(
+            {4, 32, 160, outputs, tokens, digits, ScaleKind::kFloat32, false, false, false, true});
+        checked += 8;
       }
   std::printf("%d products, kernel %s, %d failures\n", checked, best_kernels().name, failures);
   return failures != 0;

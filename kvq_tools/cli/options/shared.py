@@ -88,7 +88,7 @@ def add_weights(parser: argparse.ArgumentParser) -> None:
         "--weights",
         choices=("packed", "dense"),
         help=(
-            "keep matrices in the file's own bits (GGUF blocks, integers, FP8, bfloat16, float16),"
+            "keep matrices in the file's own bits (GGUF blocks, integers, FP8, NF4, 16 bits),"
             " or make arrays of --dtype of them (default: packed on a CPU with native kernels, but"
             " dense for small matrices of 16 bits)"
         ),

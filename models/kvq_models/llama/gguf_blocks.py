@@ -13,15 +13,16 @@ them: every value is the same, bit for bit.
     F16, BF16   the values           none                        none
 
 The coarse float16 factors of K blocks are for 256 inputs. 5- and 6-bit codes take 8 bits here. The
-codes of Hugging Face checkpoints (AWQ, GPTQ, compressed-tensors, FP8) have 4 bits and centre 8, or
-8 bits; their own scales for 32 inputs, repeated if their groups are larger; and minima that are
-whole numbers, centre less zero, times the scales.
+codes of Hugging Face checkpoints (AWQ, GPTQ, compressed-tensors, FP8, NF4) have 4 bits and centre 8
+or levels, or 8 bits; their own scales for 32 inputs, repeated if their groups are larger; and
+minima that are whole numbers, centre less zero, times the scales.
 
 Source: ggml's block structures, as the gguf library reads them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -39,7 +40,6 @@ Blocks = UInt8[np.ndarray, "O n _"]
 # bits of the exponent, all ones in a number that is not finite
 _EXPONENTS = {"float16": np.uint16(0x7C00), "bfloat16": np.uint16(0x7F80)}
 _MOST_EXPONENT = 252  # of MXFP4, whose largest number fits float32
-CENTRE = 8  # of codes of 4 bits that count from 0
 _LOW = np.uint32(0x0F0F0F0F)  # the low 4 bits of each byte of a word
 
 
@@ -76,7 +76,7 @@ def packed_matrix(
         dtype: of the values.
     """
     entries = KINDS[kind](blocks if order is None else blocks[order])
-    return _packed(entries, CENTRE if kind == "Q4_0" else 0, dtype)
+    return _packed(entries, 8 if kind == "Q4_0" else 0, dtype)
 
 
 def matrix_of_numbers(
@@ -91,7 +91,8 @@ def matrix_of_codes(weights: Sequence[GroupedCodes], dtype: DTypeLike) -> tuple[
     does. Their groups are runs of a multiple of 32 inputs. Raises CheckpointError if the weights
     are not stored alike."""
     first = weights[0]
-    if len({(weight.bits, weight.scales.dtype, weight.scales.shape[1]) for weight in weights}) > 1:
+    kinds = {(w.bits, w.levels, w.scales.dtype, w.scales.shape[1]) for w in weights}
+    if len(kinds) > 1:
         raise CheckpointError(
             "weights of one matrix have codes of different bits or scales of different types: load"
             " them with weights='dense'"
@@ -100,27 +101,32 @@ def matrix_of_codes(weights: Sequence[GroupedCodes], dtype: DTypeLike) -> tuple[
         np.ascontiguousarray(rows[0]) if len(rows) == 1 else np.concatenate(rows)
         for rows in zip(*((w.codes, w.scales, w.zeros) for w in weights), strict=True)
     )
-    centre = CENTRE if first.bits == 4 else 128 if codes.dtype == np.uint8 else 0
-    mins = (centre - zeros.astype(np.int32)).astype(np.int8)
+    from_zero = codes.dtype == np.uint8 and first.levels is None
+    half = 2 ** (first.bits - 1) if from_zero else 0
+    mins = (half - zeros.astype(np.int32)).astype(np.int8)
     repeats = codes.shape[1] // scales.shape[1] // 32
     scales, mins = (np.repeat(rows, repeats, axis=1) for rows in (scales, mins))
     if first.bits == 4:
         low, high = np.split(codes.reshape(len(codes), -1, 32), 2, axis=2)
         codes = _rows(_words(np.ascontiguousarray(low | (high << np.uint8(4)))))
-    elif codes.dtype == np.uint8:
+    elif from_zero:
         codes = (codes ^ np.uint8(128)).view(np.int8)
     entries = _Entries(codes, scales, mins=mins if mins.any() else None)
-    return _packed(entries, centre if first.bits == 4 else 0, dtype)
+    return _packed(entries, half if first.bits == 4 else 0, dtype, first.levels)
 
 
-def _packed(entries: _Entries, centre: int, dtype: DTypeLike) -> tuple[PackedMatrix, bool]:
+def _packed(
+    entries: _Entries, centre: int, dtype: DTypeLike, levels: tuple[float, ...] | None = None
+) -> tuple[PackedMatrix, bool]:
     finite = all(_is_finite(rows) for rows in entries if rows is not None)
+    finite = finite and all(map(math.isfinite, levels or ()))
     codes, *factors = entries
     matrix = PackedMatrix(
         _placed(codes.reshape(len(codes), -1, 4) if codes.dtype.itemsize == 1 else codes),
         *map(_placed, factors),
         outputs=len(codes),
         centre=centre,
+        levels=levels,
         value_dtype=jnp.dtype(dtype).name,
     )
     return matrix, finite

@@ -70,8 +70,8 @@ def packing(
     chosen = packable if weights or size >= LEAST_BYTES else packable - wide
     if weights and not chosen:
         raise ValueError(
-            "weights='packed' is for GGUF files with blocks of 4 to 8 bits, for groups of integers"
-            " or FP8, and for matrices of 16 bits, and this checkpoint has none: give 'dense'"
+            "weights='packed' is for GGUF files with blocks of 4 to 8 bits, for groups of integers,"
+            " FP8 or NF4, and for matrices of 16 bits, and this checkpoint has none: give 'dense'"
         )
     layers_of_experts = _whole_layers(checkpoint, chosen)
 

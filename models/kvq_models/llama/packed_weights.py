@@ -98,6 +98,7 @@ class PackedMatrix(PackedWeight):
         coarse_mins    as coarse_scales, or None
         outputs        O; P = ceil(O / 32)
         centre         the code that stands for 0; 0 for 8 bits
+        levels         what the 16 codes of 4 bits stand for (NF4), or None for integers
         value_dtype    of `dequantized` and `rows`
         activations    "float32", or "int8": products with integers round x to 8 bits, by group
 
@@ -112,6 +113,7 @@ class PackedMatrix(PackedWeight):
     coarse_mins: Float[Array, "P _ 32"] | None = None
     outputs: int = dataclasses.field(default=0, metadata={"static": True})
     centre: int = dataclasses.field(default=0, metadata={"static": True})
+    levels: tuple[float, ...] | None = dataclasses.field(default=None, metadata={"static": True})
     value_dtype: str = dataclasses.field(default="float32", metadata={"static": True})
     activations: Activations = dataclasses.field(default="float32", metadata={"static": True})
 
@@ -122,7 +124,7 @@ class PackedMatrix(PackedWeight):
     @property
     def integers(self) -> bool:
         """True if codes are integers, or numbers that are multiples of one (MXFP4)."""
-        return jnp.issubdtype(self.codes.dtype, jnp.integer)
+        return self.levels is None and jnp.issubdtype(self.codes.dtype, jnp.integer)
 
     @property
     def shape(self) -> tuple[int, int]:  # type: ignore[override]  # counted from the arrays
@@ -256,7 +258,8 @@ def _values(w: PackedMatrix) -> Float[Array, "P I lanes"]:
         codes = jnp.moveaxis(w.codes, 3, 2)
         codes = codes.reshape(codes.shape[0], -1, codes.shape[3])
     e2m1 = w.scales.dtype == jnp.uint8
-    values = jnp.asarray(_TWICE_E2M1)[codes] if e2m1 else codes.astype(jnp.float32)
+    table = _TWICE_E2M1 if e2m1 else None if w.levels is None else np.array(w.levels, np.float32)
+    values = codes.astype(jnp.float32) if table is None else jnp.asarray(table)[codes]
     by_group = values.reshape(values.shape[0], w.scales.shape[1], -1, values.shape[-1])
     mins = w.mins
     if mins is not None and mins.dtype == jnp.int8 and w.coarse_mins is None:  # of the scales
@@ -336,6 +339,7 @@ def native_products(
         arrays,
         outputs=[w.outputs // experts for w in weights],
         centres=[w.centre for w in weights],
+        levels=[w.levels for w in weights],
         digits=1 if weights[0].activations == "int8" else 3,
         chosen=chosen,
         experts=experts,
@@ -349,7 +353,7 @@ def _in_tiles(x: Float[Array, "T I"], weights: tuple[PackedMatrix, ...]) -> list
 def rounded(x: Float[Array, "T I"], w: PackedMatrix) -> Float[Array, "T I"]:
     """Return x as products with w take it: rounded to q / 127 times the largest entry of its group,
     with |q| <= 127, if the activations are int8."""
-    if w.activations == "float32" or w.scales is None:
+    if w.activations == "float32" or w.scales is None or not w.integers:
         return x
     by_group = x.reshape(len(x), w.scales.shape[1], -1)
     most = jnp.max(jnp.abs(by_group), axis=-1, keepdims=True)

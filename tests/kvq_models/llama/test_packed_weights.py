@@ -207,5 +207,5 @@ def test_int8_activations_round_what_packed_weights_multiply(
     assert error > 1e-3 * np.linalg.norm(want), "nothing is rounded"
     assert "rounded to int8" in packed_loading.in_words(coarse)
     assert "rounded" not in packed_loading.in_words(exact)
-    with pytest.raises(ValueError, match="is for packed weights"):
+    with pytest.raises(ValueError, match="is for packed integers"):
         load_llama(file, weights="dense", activations="int8")

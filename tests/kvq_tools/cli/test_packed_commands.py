@@ -46,7 +46,7 @@ def test_int8_activations_without_packed_weights_are_refused_in_a_line(packed: p
         "generate", packed, "--prompt", "1", "--weights", "dense", "--activations", "int8"
     )
     assert code == 2
-    assert "activations='int8' is for packed weights" in err
+    assert "activations='int8' is for packed integers" in err
 
 
 def test_a_chat_goes_on_from_a_text_that_packed_weights_read(

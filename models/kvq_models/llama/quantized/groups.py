@@ -10,11 +10,12 @@ from jaxtyping import Float, Int, Integer, Shaped
 
 @dataclasses.dataclass(frozen=True)
 class GroupedCodes:
-    """A weight [out, in] as w[o, i] = (code[o, i] - zero[o, group of i]) scale[o, group of i].
+    """A weight [out, in] as w[o, i] = (code[o, i] - zero[o, group of i]) scale[o, group of i], or
+    levels[code[o, i]] scale[o, group of i].
 
     codes: int8, or uint8 counted from 0, or numbers of FP8. scales: as stored. zeros: whole
     numbers. bits: of a code. index: the group of each input, or None if groups are equal runs of
-    inputs.
+    inputs. levels: None for integers.
     """
 
     codes: Shaped[np.ndarray, "out in"]
@@ -22,9 +23,10 @@ class GroupedCodes:
     zeros: Integer[np.ndarray, "out groups"]
     bits: int
     index: Int[np.ndarray, "in"] | None = None
+    levels: tuple[float, ...] | None = None
 
     def dequantized(self) -> Float[np.ndarray, "out in"]:
-        """Return the weight in float32."""
+        """Return the weight of integers in float32."""
         values, groups = self.codes.T.astype(np.float32), self.scales.shape[1]
         size = len(values) // groups
         zeros, scales = (a.T.astype(np.float32) for a in (self.zeros, self.scales))

@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from kvq_models.llama.quantized.stored_parts import Layout, StoredParts
+from kvq_models.llama.quantized.groups import GroupedCodes
+from kvq_models.llama.quantized.stored_parts import GROUP, Layout, StoredParts
 from kvq_models.llama.stored_tensor import CheckpointError
 
 _F32 = ("F32",)
@@ -55,13 +56,19 @@ class Nf4(Layout):
         for start in range(0, len(packed), _BYTES):  # numpy widens an index to 64 bits
             values[start : start + _BYTES] = pairs[packed[start : start + _BYTES]]
         values = values.reshape(-1)[: math.prod(state["shape"])]
-        absmax = parts.read("weight.absmax")
-        if "nested_blocksize" in state:
-            absmax = parts.read("weight.nested_quant_map")[absmax]
-            _scale(absmax, parts.read("weight.nested_absmax"), state["nested_blocksize"])
-            absmax += np.float32(state["nested_offset"])
-        _scale(values, absmax, state["blocksize"])
+        _scale(values, _scales(parts, state), state["blocksize"])
         return values.reshape(state["shape"])
+
+    def packs(self, parts: StoredParts) -> bool:
+        state = self._state(parts)
+        return state["shape"][-1] % state["blocksize"] == 0 and state["blocksize"] % GROUP == 0
+
+    def grouped(self, parts: StoredParts) -> GroupedCodes:
+        state, packed = self._state(parts), parts.read("weight").reshape(-1)
+        codes = np.stack([packed >> np.uint8(4), packed & 15], axis=1).reshape(state["shape"])
+        scales = _scales(parts, state).reshape(len(codes), -1)
+        levels = tuple(parts.read("weight.quant_map").tolist())
+        return GroupedCodes(codes, scales, np.zeros_like(scales, np.int8), 4, levels=levels)
 
     @property
     def _state_name(self) -> str:
@@ -84,6 +91,16 @@ class Nf4(Layout):
                 " shape and blocksize"
             )
         return state
+
+
+def _scales(parts: StoredParts, state: Mapping[str, Any]) -> np.ndarray:
+    """Return the scale of each run."""
+    absmax = parts.read("weight.absmax")
+    if "nested_blocksize" in state:
+        absmax = parts.read("weight.nested_quant_map")[absmax]
+        _scale(absmax, parts.read("weight.nested_absmax"), state["nested_blocksize"])
+        absmax += np.float32(state["nested_offset"])
+    return absmax
 
 
 def _scale(values: np.ndarray, scales: np.ndarray, run: int) -> None:
