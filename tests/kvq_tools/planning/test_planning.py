@@ -177,6 +177,7 @@ def test_a_measured_plan_goes_on_from_what_was_measured_and_takes_the_cache_of_t
         "--window=284",
         "--windows=1",
         "--context=512",
+        "--key-basis=best",
     )
     found = run_json(*request, "--out", tmp_path / "plan.json", "--picture", tmp_path / "plan.png")
     checked = {
@@ -188,12 +189,11 @@ def test_a_measured_plan_goes_on_from_what_was_measured_and_takes_the_cache_of_t
     assert "turboquant:bits=1,sink=32,recent=96" in checked
     assert not any("kivi" in name for name in checked), "it has more bits than the budget"
     assert all(cache["body_bits_per_element"] <= 2 for cache in checked.values())
-    assert {(side["layer"], side["side"]) for side in found["sides"]} == {
-        (0, "k"),
-        (0, "v"),
-        (1, "k"),
-        (1, "v"),
-    }
+    bases = {kvq.parse(name).k.key_basis for name in checked if "waterfill" in name}
+    assert bases == {"pairs", "eigen"}
+    assert {(side["key_basis"], side["layer"], side["side"]) for side in found["sides"]} == set(
+        itertools.product(bases, range(2), SIDES)
+    )
     assert found["prediction"]["factor"] >= 1
     assert kept.read_plan(tmp_path / "plan.json").spec == kvq.parse(found["chosen"])
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
