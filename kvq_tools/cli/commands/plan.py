@@ -100,8 +100,16 @@ def _missing_text(options: argparse.Namespace) -> str | None:
     if options.text is not None or options.calibration is not None:
         return None
     with input_errors():
-        if any(kept.calibration_file(options.model, basis).is_file() for basis in _bases(options)):
-            return None
+        return None if _kept(options, _bases(options)) else _text_needed(options)
+
+
+def _kept(options: argparse.Namespace, bases: Sequence[str]) -> dict[str, str]:
+    """Return the calibrations of these bases of keys that earlier plans kept."""
+    files = {basis: kept.calibration_file(options.model, basis) for basis in bases}
+    return {basis: str(file) for basis, file in files.items() if file.is_file()}
+
+
+def _text_needed(options: argparse.Namespace) -> str:
     of_basis = "" if options.key_basis in (None, "pairs") else f" with keys in {options.key_basis}"
     return (
         f"--text FILE to measure, or --calibration F: no plan of {options.model!r}{of_basis} was"
@@ -161,10 +169,9 @@ def _calibrations(
         return {planner.basis: planner.file for planner in _planners(options, config, bases)}
     if options.calibration is not None:
         return dict.fromkeys(bases, options.calibration)
-    if missing := _missing_text(options):
-        raise UserError(f"kvq plan needs {missing}")
-    files = {basis: kept.calibration_file(options.model, basis) for basis in bases}
-    return {basis: str(file) for basis, file in files.items() if file.is_file()}
+    if not (files := _kept(options, bases)):
+        raise UserError(f"kvq plan needs {_text_needed(options)}")
+    return files
 
 
 def _measured(
@@ -184,10 +191,8 @@ def _measured(
     caches, checked = list[dict[str, Any]](), list[tuple[Checked, Planner]]()
     planners = _planners(options, config, list(bits))
     for planner in planners:
-        advice, level = (
-            f"the same command continues from {str(planner.work)!r}",
-            bits[planner.basis],
-        )
+        advice = f"the same command continues from {str(planner.work)!r}"
+        level = bits[planner.basis]
         with interruption.advised(advice), input_errors():
             costs = planner.costs()
             # other methods are read once
