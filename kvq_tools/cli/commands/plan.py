@@ -168,7 +168,7 @@ def _calibrations(
     if options.text is not None:
         return {planner.basis: planner.file for planner in _planners(options, config, bases)}
     if options.calibration is not None:
-        return dict.fromkeys(bases, options.calibration)
+        return {basis: options.calibration for basis in bases}
     if not (files := _kept(options, bases)):
         raise UserError(f"kvq plan needs {_text_needed(options)}")
     return files

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 import kvq_jax as kvq
+from kvq_jax.cache.spec import CacheSpec
 from kvq_jax.layer.attention import Attention
+from kvq_jax.methods.waterfill import Waterfill
 from kvq_models import EMBEDDED, load_llama, prepare, resolved
 from kvq_models.calibration.file import Calibration, Origin, predicted_divergence
 from kvq_models.inference.method_parameters import parameters_for
@@ -38,11 +40,19 @@ def calibration(basis: str, dims: kvq.CacheDims = DIMS) -> Calibration:
     return Calibration(f"waterfill:key_basis={basis}", dims, "", keys, origin, tensors)
 
 
+def method_of(spec: CacheSpec | str) -> Waterfill:
+    method = kvq.parse(spec).k
+    assert isinstance(method, Waterfill)
+    return method
+
+
 @pytest.mark.parametrize("basis", BASES)
 def test_costs_of_sides_add_up_to_the_divergence_that_the_method_predicts(basis: str):
     fitted = calibration(basis)
     spec = resolved(f"waterfill:bits=2.5,key_basis={basis}", fitted)
-    widths = [[spec.k.widths(side, layer, DIMS) for side in SIDES] for layer in range(LAYERS)]
+    widths = [
+        [method_of(spec).widths(side, layer, DIMS) for side in SIDES] for layer in range(LAYERS)
+    ]
     assert costs_of(fitted, {}).total(widths) == pytest.approx(predicted_divergence(spec, fitted))
     other = "eigen" if basis == "pairs" else "pairs"
     assert costs_of(calibration(other), {}).total(widths) != pytest.approx(
@@ -55,7 +65,8 @@ def test_widths_of_windowed_layers_keep_the_basis():
     dims = kvq.CacheDims(LAYERS, 2, 1, 64, 128, attention=layers)
     for basis in BASES:
         asked = kvq.parse(f"waterfill:bits=3,key_basis={basis}")
-        assert planned(asked, calibration(basis, dims), dims, 8192).k.key_basis == basis
+        spec = planned(asked, calibration(basis, dims), dims, 8192)
+        assert method_of(spec).key_basis == basis
 
 
 @pytest.fixture
@@ -68,10 +79,10 @@ def test_a_plan_without_measurements_counts_and_chooses_both_bases(shallow, cach
     best = "plan", shallow, "--key-basis=best", "--context=512", "--budget=2bits"
     found = run_json(*best, "--fast", f"--text={PASSAGE}", "--window=284")
     rows = {one["name"]: one for one in found["caches"] if one["bits"] == 2.0}
-    assert {kvq.parse(name).k.key_basis for name in rows} == set(BASES)
-    chosen = kvq.parse(found["chosen"])
+    assert {method_of(name).key_basis for name in rows} == set(BASES)
+    basis = method_of(found["chosen"]).key_basis
     assert found["chosen"] == min(rows, key=lambda name: rows[name]["predicted_kl"])
-    assert found["calibration"] == str(kept.calibration_file(str(shallow), chosen.k.key_basis))
+    assert found["calibration"] == str(kept.calibration_file(str(shallow), basis))
     kept_before = run_json(*best)
     assert kept_before["caches"] == found["caches"], "from what the first command kept"
     auto = run_json("memory", shallow, "--cache=auto:bits=2,key_basis=eigen", "--context=512")
