@@ -8,7 +8,7 @@ from typing import Any
 from kvq_tools.cli import resident
 from kvq_tools.cli.console import format_bytes
 from kvq_tools.cli.tables import print_line, print_table
-from kvq_tools.planning.defaults import METHOD
+from kvq_tools.planning.defaults import METHOD, method_with
 from kvq_tools.planning.measuring import FACTOR
 
 
@@ -58,6 +58,8 @@ def print_plan(result: dict[str, Any], options: argparse.Namespace) -> None:
     for path, written in ((options.out, "the cache"), (options.picture, "the picture")):
         if path:
             print_line(f"[{path}: {written}]")
+    if "key_basis=eigen" in result["chosen"]:
+        print_line("no GPU kernel reads key_basis=eigen; --key-basis pairs plans for GPUs")
     calibration = f" --calibration {result['calibration']}" if METHOD in result["chosen"] else ""
     cache = options.out or f"'{result['chosen']}'{calibration}"
     print_line(f"use it: kvq generate {result['model']} --prompt P --cache {cache}")
@@ -65,4 +67,6 @@ def print_plan(result: dict[str, Any], options: argparse.Namespace) -> None:
 
 def _short(name: str) -> str:
     """Return a cache's name without the digits of its widths. The last line has them."""
-    return METHOD if name.startswith(f"{METHOD}:k_widths") else name
+    if not name.startswith(f"{METHOD}:k_widths"):
+        return name
+    return method_with("eigen") if "key_basis=eigen" in name else METHOD

@@ -10,10 +10,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import kvq_jax as kvq
 from kvq_jax.cache.spec import CacheSpec
+from kvq_jax.methods.waterfill import Waterfill
 from kvq_models.calibration.file import check_calibration
 from kvq_models.llama import open_checkpoint
 from kvq_tools.cli.console import UserError, input_errors
@@ -64,11 +65,14 @@ class PlannedCache:
             raise ValueError(f"--cache {self.text}: auto chooses the widths; give bits and windows")
         from kvq_tools.planning import unmeasured  # imported late: 0.1 s
 
-        file, config = kept.calibration_file(model), open_checkpoint.read_config(model)
+        basis = cast("Waterfill", method).key_basis
+        file, config = kept.calibration_file(model, basis), open_checkpoint.read_config(model)
         if not file.is_file():
+            command = f"kvq plan {model} --text FILE --budget 2.5bits"
+            if basis != "pairs":
+                command += f" --key-basis {basis}"
             raise UserError(
-                f"--cache {self.text}: no plan of {model!r} was made yet; `kvq plan {model} --text"
-                " FILE --budget 2.5bits` keeps one"
+                f"--cache {self.text}: no plan of {model!r} was made yet; `{command}` keeps one"
             )
         calibration = check_calibration(self.options, config, str(file))
         assert calibration is not None, f"{METHOD} needs a calibration"

@@ -88,8 +88,9 @@ def costs_of(
     chunks, layers = template_chunks(calibration.dims.head_dim), calibration.dims.num_hidden_layers
     energies = np.empty((layers, 2, chunks))
     for layer, (index, side) in itertools.product(range(layers), enumerate(SIDES)):
-        channels = 2 if side == "k" else 1  # of an energy
-        of_chunks = chunk_energies(calibration.parameters(layer, side)["energies"], chunks)
+        energies_of_side = calibration.parameters(layer, side)["energies"]
+        channels = calibration.dims.head_dim // energies_of_side.shape[-1]  # 2 of a RoPE pair
+        of_chunks = chunk_energies(energies_of_side, chunks)
         # the calibration has gradients of the mean, the divergence needs the sum's
         energies[layer, index] = of_chunks * channels / 2 * calibration.origin.length**2
     return Costs(energies, ratios)

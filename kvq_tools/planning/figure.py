@@ -26,14 +26,16 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.add_subplot()
-    ours = sorted(
-        (cache["body_bits_per_element"], cache["predicted_kl"])
-        for cache in result["caches"]
-        if cache["predicted_kl"] is not None
-    )
-    axes.plot(
-        *zip(*ours, strict=True), "o-", color="#2f6fd0", mfc="white", label="waterfill, predicted"
-    )
+    for basis, style in (("pairs", "o-"), ("eigen", "o--")):
+        ours = sorted(
+            (cache["body_bits_per_element"], cache["predicted_kl"])
+            for cache in result["caches"]
+            if cache["predicted_kl"] is not None
+            and ("key_basis=eigen" in cache["name"]) == (basis == "eigen")
+        )
+        if ours:
+            label = f"waterfill, keys in {basis}, predicted"
+            axes.plot(*zip(*ours, strict=True), style, color="#2f6fd0", mfc="white", label=label)
     measured = [cache for cache in result["caches"] if cache["measured_kl"] is not None]
     for cache in measured:
         other = cache["predicted_kl"] is None

@@ -1,8 +1,9 @@
 """Stored plans: the calibration that `--cache auto:bits=B` finds, and the files that `--cache
 plan.json` reads.
 
-    ~/.cache/kvq/plans/NAME-HASH/waterfill.safetensors
-        the calibration that `kvq plan` made for a model; HASH is of the model's path
+    ~/.cache/kvq/plans/NAME-HASH/waterfill.safetensors, waterfill_eigen.safetensors
+        the calibrations that `kvq plan` made for a model, one for each basis of keys; HASH is of
+        the model's path
     plan.json
         {"format": "kvq.cache-plan", "cache": SPEC, "calibration": FILE or null}
 """
@@ -41,9 +42,14 @@ def folder(model: str) -> Path:
     return cache_folder() / "plans" / f"{name}-{hashlib.sha256(place.encode()).hexdigest()[:12]}"
 
 
-def calibration_file(model: str) -> Path:
-    """Return the path of the calibration that `kvq plan` keeps for a model."""
-    return folder(model) / "waterfill.safetensors"
+def calibration_file(model: str, basis: str = "pairs") -> Path:
+    """Return the path of the calibration that `kvq plan` keeps for a model and a basis of keys."""
+    return folder(model) / file_name(basis)
+
+
+def file_name(basis: str) -> str:
+    """Return the name of the kept calibration of a basis of keys."""
+    return "waterfill.safetensors" if basis == "pairs" else f"waterfill_{basis}.safetensors"
 
 
 def write_plan(path: str | os.PathLike[str], plan: StoredPlan) -> None:

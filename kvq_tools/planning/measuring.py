@@ -13,6 +13,7 @@ Every number goes to a journal at once, from which the same request continues.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import json
@@ -43,8 +44,9 @@ from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama
 from kvq_tools.evaluation.journal import Journal
 from kvq_tools.evaluation.run import measure_rows
+from kvq_tools.planning import kept
 from kvq_tools.planning.allocation import SIDES, Costs, Widths, costs_of
-from kvq_tools.planning.defaults import MEASURED, METHOD, SCORED
+from kvq_tools.planning.defaults import MEASURED, METHOD, SCORED, method_with
 from kvq_tools.planning.sensitivity import Sensitivity, one_side
 from kvq_tools.planning.unmeasured import spec_of, widths_within
 
@@ -142,12 +144,14 @@ class Planner:
         calibration: str | None,
         text: str,
         progress: Progress[Any],
+        basis: str = "pairs",
     ):
         request.check(llama.config)
         self.llama, self.request, self.work, self.progress = llama, request, work, progress
-        self.file = calibration or str(work / "waterfill.safetensors")
+        self.method, self.basis = kvq.parse(method_with(basis)), basis
+        self.file = calibration or str(work / kept.file_name(basis))
         self.calibration = self._calibrated(calibration is not None, text)
-        self.prepared = prepare(llama, METHOD, self.calibration)
+        self.prepared = prepare(llama, self.method, self.calibration)
         identity = {
             "model": self.calibration.model_fingerprint,
             "text": sha256(request.ids),
@@ -158,7 +162,7 @@ class Planner:
         name = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:12]
         self.journal = Journal(work / f"measured-{name}.jsonl", identity)
         self.sides: list[dict[str, Any]] = []
-        self._sensitivity: Sensitivity | None = None
+        self.sensitivity = functools.cache(lambda: Sensitivity(llama, request.rows, request.prompt))
 
     def _calibrated(self, given_file: bool, text: str) -> Calibration:
         """Return the calibration of a given file, else the one that an earlier plan on this text
@@ -171,15 +175,15 @@ class Planner:
             },
         )
         if Path(self.file).is_file():
-            kept = load_calibration(self.file, self.llama, METHOD)
+            earlier = load_calibration(self.file, self.llama, self.method)
             if given_file or (
-                kept.origin.tokens_sha256 == sha256(ids)
-                and (kept.origin.samples, kept.origin.length) == tuple(sizes.values())
+                earlier.origin.tokens_sha256 == sha256(ids)
+                and (earlier.origin.samples, earlier.origin.length) == tuple(sizes.values())
             ):
-                return kept
+                return earlier
         samples = self.work / f"samples-{sha256(ids)[:12]}"
         calibration = fit.calibrate(
-            self.llama, ids, METHOD, work=samples, text=text, progress=self.progress, **sizes
+            self.llama, ids, self.method, work=samples, text=text, progress=self.progress, **sizes
         )
         save_calibration(calibration, self.file)
         Store.delete(samples)
@@ -195,10 +199,9 @@ class Planner:
         work = list(self._sides(expected))
         missing = [one for one in work if one.key not in self.journal.rows]
         for one in self.progress(missing, "measuring sides of layers"):
-            spec = spec_of([(one.widths, one.widths)] * self.llama.config.num_hidden_layers)
-            if self._sensitivity is None:
-                self._sensitivity = Sensitivity(self.llama, self.request.rows, self.request.prompt)
-            kl = self._sensitivity.kl(
+            layers = self.llama.config.num_hidden_layers
+            spec = spec_of([(one.widths, one.widths)] * layers, self.method)
+            kl = self.sensitivity().kl(
                 self.prepared, one_side(spec, one.side, kvq.parse(METHOD)), one.layer
             )
             if not math.isfinite(kl):
@@ -245,14 +248,14 @@ class Planner:
         """Return waterfill with widths for so many stored bits of sequences of `context` tokens,
         and its predicted KL."""
         widths = widths_within(costs, bits, self.llama.config, context)
-        return spec_of(widths), costs.total(widths)
+        return spec_of(widths, self.method), costs.total(widths)
 
     def check(
         self, costs: Costs, bits: float, context: int, fits: Callable[[CacheSpec], bool]
     ) -> list[Checked]:
         """Measure the best caches of so many bits as a whole, and of other methods those that fit.
         Return them with the best first."""
-        equal = resolved(f"{METHOD}:bits={bits:g}", self.calibration)
+        equal = resolved(f"{METHOD}:bits={bits:g},key_basis={self.basis}", self.calibration)
         ours = {
             planned[0]: planned[1]
             for planned in (

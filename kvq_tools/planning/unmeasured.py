@@ -51,10 +51,12 @@ def widths_within(
 
 def spec_of(widths: Sequence[Sequence[Widths]], spec: CacheSpec | None = None) -> CacheSpec:
     """Return the spec of waterfill with these widths (keys, values) for each layer, and the windows
-    of `spec`, by default waterfill's."""
+    and the basis of keys of `spec`, by default waterfill's."""
+    spec = spec or kvq.parse(METHOD)
     keys, values = (per_layer([written(both[side]) for both in widths]) for side in (0, 1))
-    method = Waterfill(k_widths=keys, v_widths=values)
-    return dataclasses.replace(spec or kvq.parse(METHOD), k=method, v=method)
+    basis = cast("Waterfill", spec.k).key_basis
+    method = Waterfill(k_widths=keys, v_widths=values, key_basis=basis)
+    return dataclasses.replace(spec, k=method, v=method)
 
 
 def planned(

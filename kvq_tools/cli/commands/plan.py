@@ -6,19 +6,33 @@ from __future__ import annotations
 import argparse
 import bisect
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import kvq_jax as kvq
-from kvq_models.calibration.file import Calibration, check_calibration, predicted_divergence
+from kvq_models.calibration.file import (
+    Calibration,
+    calibrated_spec,
+    check_calibration,
+    predicted_divergence,
+)
 from kvq_models.llama.checkpoint import load_llama
 from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli import inputs, interruption, plan_speed, plan_table, resident, text_input
 from kvq_tools.cli.console import UserError, bar, format_bytes, input_errors, loading, print_json
 from kvq_tools.planning import figure, kept, unmeasured
-from kvq_tools.planning.defaults import LENGTH, METHOD, SAMPLES, SCORED, WINDOW
+from kvq_tools.planning.defaults import (
+    BASES,
+    LENGTH,
+    METHOD,
+    SAMPLES,
+    SCORED,
+    WINDOW,
+    method_with,
+)
 from kvq_tools.planning.measuring import FACTOR, Checked, Planner, PlanRequest
 
 SHOWN = (1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0)  # bits of the table's other rows
@@ -37,11 +51,7 @@ def run(options: argparse.Namespace) -> None:
             raise UserError(f"{path!r} must be a file in a directory that exists")
     with input_errors():
         asked = plan_speed.budget(options, config)
-        bits = (
-            asked
-            if isinstance(asked, float)
-            else most_bits(asked, config, options.batch, context, options.dtype)
-        )
+        bits = budgets(asked, _bases(options), config, options.batch, context, options.dtype)
     started = time.perf_counter()
     result = {
         "model": options.model,
@@ -90,42 +100,86 @@ def _missing_text(options: argparse.Namespace) -> str | None:
     if options.text is not None or options.calibration is not None:
         return None
     with input_errors():
-        if kept.calibration_file(options.model).is_file():
-            return None
-    return f"--text FILE to measure, or --calibration F: no plan of {options.model!r} was made yet"
+        return None if _kept(options, _bases(options)) else _text_needed(options)
+
+
+def _kept(options: argparse.Namespace, bases: Sequence[str]) -> dict[str, str]:
+    """Return the calibrations of these bases of keys that earlier plans kept."""
+    files = {basis: kept.calibration_file(options.model, basis) for basis in bases}
+    return {basis: str(file) for basis, file in files.items() if file.is_file()}
+
+
+def _text_needed(options: argparse.Namespace) -> str:
+    of_basis = "" if options.key_basis in (None, "pairs") else f" with keys in {options.key_basis}"
+    return (
+        f"--text FILE to measure, or --calibration F: no plan of {options.model!r}{of_basis} was"
+        " made yet"
+    )
+
+
+def _bases(options: argparse.Namespace) -> tuple[str, ...]:
+    """Return the bases of keys to plan with, by default the one of a given calibration, or pairs.
+    Raises UserError or ValueError, in one line, for a calibration beside --key-basis best."""
+    if options.key_basis == "best":
+        if options.calibration is not None:
+            raise UserError(
+                "--key-basis best needs a calibration for each basis, and --calibration is one:"
+                " leave it out"
+            )
+        return BASES
+    if options.key_basis is None and options.calibration and Path(options.calibration).is_file():
+        return (getattr(calibrated_spec(options.calibration).k, "key_basis", "pairs"),)
+    return (options.key_basis or "pairs",)
 
 
 def _fast(
-    options: argparse.Namespace, config: LlamaConfig, context: int, bits: float
+    options: argparse.Namespace, config: LlamaConfig, context: int, bits: Mapping[str, float]
 ) -> dict[str, Any]:
-    """Return the plan that a calibration gives by itself."""
-    file = options.calibration
-    if options.text is not None:
-        file = _planner(options, config).file
-    elif file is None:
-        if missing := _missing_text(options):
-            raise UserError(f"kvq plan needs {missing}")
-        file = str(kept.calibration_file(options.model))
-    with input_errors():
-        calibration = check_calibration(kvq.parse(METHOD), config, file)
-        assert calibration is not None, f"{METHOD} needs a calibration"
-        caches = [
-            _predicted(level, calibration, config, context, options)
-            for level in sorted({*SHOWN, bits})
-        ]
-    chosen = next(cache["name"] for cache in caches if cache["bits"] == bits)
+    """Return the plan that calibrations give by themselves."""
+    files = _calibrations(options, config, list(bits))
+    caches, best = list[dict[str, Any]](), list[tuple[float, str, str]]()
+    for basis, file in files.items():
+        with input_errors():
+            calibration = check_calibration(kvq.parse(method_with(basis)), config, file)
+            assert calibration is not None, f"{METHOD} needs a calibration"
+            of_basis = {
+                level: _predicted(level, basis, calibration, config, context, options)
+                for level in sorted({*SHOWN, bits[basis]})
+            }
+        caches += of_basis.values()
+        chosen = of_basis[bits[basis]]
+        best.append((chosen["predicted_kl"], chosen["name"], file))
+    _, chosen, file = min(best)
     return {
         "text": options.text,
         "calibration": file,
         "chosen": chosen,
-        "caches": caches,
+        "caches": sorted(caches, key=lambda cache: cache["bits"]),
         "prediction": None,
         "sides": [],
     }
 
 
+def _calibrations(
+    options: argparse.Namespace, config: LlamaConfig, bases: Sequence[str]
+) -> dict[str, str]:
+    """Return a calibration's file for each basis of keys: made of the text, given, or those that
+    earlier plans kept."""
+    if options.text is not None:
+        return {planner.basis: planner.file for planner in _planners(options, config, bases)}
+    if options.calibration is not None:
+        return {basis: options.calibration for basis in bases}
+    if not (files := _kept(options, bases)):
+        raise UserError(f"kvq plan needs {_text_needed(options)}")
+    return files
+
+
 def _measured(
-    options: argparse.Namespace, config: LlamaConfig, context: int, bits: float, budget: float | int
+    options: argparse.Namespace,
+    config: LlamaConfig,
+    context: int,
+    bits: Mapping[str, float],
+    budget: float | int,
 ) -> dict[str, Any]:
     """Return the plan that measurements on a text give."""
 
@@ -133,34 +187,40 @@ def _measured(
         size = kvq.size.of(spec, config, options.batch, context, options.dtype)
         return isinstance(budget, float) or size.resident <= budget
 
-    planner = _planner(options, config)
-    advice = f"the same command continues from {str(planner.work)!r}"
-    with interruption.advised(advice), input_errors():
-        costs = planner.costs()
-        checked = planner.check(costs, bits, context, fits)
-        others = {level: planner.planned(costs, level, context) for level in SHOWN if level != bits}
-    facts = {
-        level: described(str(spec), level, config, options.batch, context, options.dtype)
-        for level, (spec, _) in others.items()
-    }
-    caches = [
-        facts[level] | {"predicted_kl": others[level][1], "measured_kl": None} for level in others
-    ]
-    caches += [
-        described(str(one.spec), bits, config, options.batch, context, options.dtype)
-        | {
-            "predicted_kl": one.predicted,
-            "measured_kl": one.kl,
-        }
-        for one in checked
-    ]
+    size = config, options.batch, context, options.dtype
+    caches, checked = list[dict[str, Any]](), list[tuple[Checked, Planner]]()
+    planners = _planners(options, config, list(bits))
+    for planner in planners:
+        advice = f"the same command continues from {str(planner.work)!r}"
+        level = bits[planner.basis]
+        with interruption.advised(advice), input_errors():
+            costs = planner.costs()
+            # other methods are read once
+            rivals = fits if planner is planners[0] else lambda _: False
+            best = planner.check(costs, level, context, rivals)
+            others = {
+                shown: planner.planned(costs, shown, context) for shown in SHOWN if shown != level
+            }
+        checked += [(one, planner) for one in best]
+        caches += [
+            described(str(spec), shown, *size) | {"predicted_kl": predicted, "measured_kl": None}
+            for shown, (spec, predicted) in others.items()
+        ]
+        caches += [
+            described(str(one.spec), level, *size)
+            | {"predicted_kl": one.predicted, "measured_kl": one.kl}
+            for one in best
+        ]
+    chosen, planner = min(checked, key=lambda one: one[0].kl)
     return {
         "text": options.text,
         "calibration": planner.file,
-        "chosen": str(checked[0].spec),
+        "chosen": str(chosen.spec),
         "caches": sorted(caches, key=lambda cache: (cache["bits"], cache["measured_kl"] or 0)),
-        "prediction": prediction(checked),
-        "sides": planner.sides,
+        "prediction": prediction([one for one, _ in checked]),
+        "sides": [
+            side | {"key_basis": planner.basis} for planner in planners for side in planner.sides
+        ],
     }
 
 
@@ -176,8 +236,10 @@ def prediction(checked: list[Checked]) -> dict[str, Any]:
     return {"factor": largest, "ranks_only": largest > FACTOR}
 
 
-def _planner(options: argparse.Namespace, config: LlamaConfig) -> Planner:
-    """Check the request, load the model and calibrate."""
+def _planners(
+    options: argparse.Namespace, config: LlamaConfig, bases: Sequence[str]
+) -> list[Planner]:
+    """Check the request, load the model and calibrate each basis of keys."""
     text = text_input.read_text(options.text)
     ids = text_input.encode(text_input.need_tokenizer(options.model, "read the text"), text)
     window = min(WINDOW, config.positions) if options.window is None else options.window
@@ -199,15 +261,46 @@ def _planner(options: argparse.Namespace, config: LlamaConfig) -> Planner:
         interruption.advised(f"the same command continues from {str(work)!r}"),
         input_errors(),
     ):
-        return Planner(llama, request, work, options.calibration, Path(options.text).name, bar)
+        name = Path(options.text).name
+        planners = [
+            Planner(llama, request, work, options.calibration, name, bar, basis) for basis in bases
+        ]
+    for planner in planners:  # one pass of the full-precision model serves all
+        planner.sensitivity = planners[0].sensitivity
+    return planners
 
 
-def most_bits(budget: int, config: LlamaConfig, batch: int, context: int, dtype: str) -> float:
+def budgets(
+    asked: float | int,
+    bases: Sequence[str],
+    config: LlamaConfig,
+    batch: int,
+    context: int,
+    dtype: str,
+) -> dict[str, float]:
+    """Return the bits of a budget for each basis of keys that fits it. Raises ValueError, in one
+    line, if none does."""
+    if isinstance(asked, float):
+        return dict.fromkeys(bases, asked)
+    fitting, refusals = dict[str, float](), list[ValueError]()
+    for basis in bases:
+        try:
+            fitting[basis] = most_bits(asked, config, batch, context, dtype, basis)
+        except ValueError as error:
+            refusals.append(error)
+    if not fitting:
+        raise refusals[0]
+    return fitting
+
+
+def most_bits(
+    budget: int, config: LlamaConfig, batch: int, context: int, dtype: str, basis: str = "pairs"
+) -> float:
     """Return the most bits whose resident bytes fit, to 1/16. Raises ValueError, in one line, if
     not even the fewest do."""
 
     def size(sixteenths: int) -> int:
-        spec = f"{METHOD}:bits={sixteenths / 16}"
+        spec = f"{METHOD}:bits={sixteenths / 16},key_basis={basis}"
         return kvq.size.of(spec, config, batch, context, dtype).resident
 
     choices = range(16 * FEWEST_BITS, 16 * MOST_BITS + 1)
@@ -235,12 +328,14 @@ def described(
 
 def _predicted(
     bits: float,
+    basis: str,
     calibration: Calibration,
     config: LlamaConfig,
     context: int,
     options: argparse.Namespace,
 ) -> dict[str, Any]:
     """Return the facts about waterfill with so many bits, as its calibration distributes them."""
-    spec = unmeasured.planned(kvq.parse(f"{METHOD}:bits={bits}"), calibration, config, context)
+    asked = kvq.parse(f"{METHOD}:bits={bits},key_basis={basis}")
+    spec = unmeasured.planned(asked, calibration, config, context)
     facts = described(str(spec), bits, config, options.batch, context, options.dtype)
     return facts | {"predicted_kl": predicted_divergence(spec, calibration), "measured_kl": None}

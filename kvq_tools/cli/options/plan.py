@@ -7,7 +7,7 @@ import re
 
 from kvq_jax.peak_rates import DEVICES
 from kvq_tools.cli.options import shared, values
-from kvq_tools.planning.defaults import LENGTH, MEASURED, SAMPLES, WINDOW, WINDOWS
+from kvq_tools.planning.defaults import BASES, LENGTH, MEASURED, SAMPLES, WINDOW, WINDOWS
 
 _BITS = re.compile(r"(\d+(?:\.\d+)?) *bits?", re.IGNORECASE)
 
@@ -68,6 +68,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="F",
         help=(
             "a file that `kvq calibrate` wrote for waterfill, with any budget (default: see above)"
+        ),
+    )
+    parser.add_argument(
+        "--key-basis",
+        choices=(*BASES, "best"),
+        help=(
+            "waterfill's channels of keys: RoPE pairs, which GPU kernels read too, an eigenbasis,"
+            " which CPUs read and which has less KL, or the better of both (default: pairs, or what"
+            " --calibration was made for)"
         ),
     )
     parser.add_argument(

@@ -194,6 +194,13 @@ def calibration_hint(spec: CacheSpec) -> str:
     )
 
 
+def calibrated_spec(path: str | os.PathLike[str]) -> CacheSpec:
+    """Return the spec in the header of a calibration's file, which says nothing about its tensors.
+    Raises ValueError, in one line, if the file is not a calibration."""
+    with _opened(Path(path)) as file:
+        return parse(_described(Path(path), file.metadata() or {}).spec)
+
+
 def read_calibration(
     path: str | os.PathLike[str], spec: CacheSpec, config: ModelDims, model_fingerprint: str | None
 ) -> Calibration:

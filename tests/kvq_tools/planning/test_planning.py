@@ -19,6 +19,7 @@ from kvq_tools.cli.commands import plan
 from kvq_tools.evaluation import measure_rows
 from kvq_tools.planning import kept, measuring, sensitivity
 from kvq_tools.planning.allocation import SIDES, Costs, costs_of, shared_out
+from kvq_tools.planning.defaults import BASES
 from kvq_tools.planning.sensitivity import Sensitivity, one_side
 from kvq_tools.planning.unmeasured import spec_of
 
@@ -177,6 +178,7 @@ def test_a_measured_plan_goes_on_from_what_was_measured_and_takes_the_cache_of_t
         "--window=284",
         "--windows=1",
         "--context=512",
+        "--key-basis=best",
     )
     found = run_json(*request, "--out", tmp_path / "plan.json", "--picture", tmp_path / "plan.png")
     checked = {
@@ -188,12 +190,11 @@ def test_a_measured_plan_goes_on_from_what_was_measured_and_takes_the_cache_of_t
     assert "turboquant:bits=1,sink=32,recent=96" in checked
     assert not any("kivi" in name for name in checked), "it has more bits than the budget"
     assert all(cache["body_bits_per_element"] <= 2 for cache in checked.values())
-    assert {(side["layer"], side["side"]) for side in found["sides"]} == {
-        (0, "k"),
-        (0, "v"),
-        (1, "k"),
-        (1, "v"),
-    }
+    ours = [name for name in checked if "waterfill" in name]
+    assert {"key_basis=eigen" in name for name in ours} == {True, False}
+    assert {(side["key_basis"], side["layer"], side["side"]) for side in found["sides"]} == set(
+        itertools.product(BASES, range(2), SIDES)
+    )
     assert found["prediction"]["factor"] >= 1
     assert kept.read_plan(tmp_path / "plan.json").spec == kvq.parse(found["chosen"])
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
