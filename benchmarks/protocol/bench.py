@@ -143,7 +143,7 @@ class Bench:
                 wanted.own_windows,
                 context,
                 reading,
-                exact_share(spec, sizes),
+                exact_share(spec, self.llama.config, sizes),
                 kvq.size.of(spec, self.llama.config, 1, sizes.width).resident,
                 calibrated,
                 numbers,

@@ -121,7 +121,7 @@ def _cache(
         "name": name,
         "cache": str(spec),
         "windows": {window: getattr(spec, window) for window in ("sink", "recent", "block")},
-        "exact_share": exact_share(spec, sizes),
+        "exact_share": exact_share(spec, config, sizes),
         "resident_by_batch": resident.by_batch(spec, config, sizes.width, CACHE_DTYPE),
         **{
             reading: {
@@ -160,7 +160,7 @@ def _verdict(
                 kvq.size.of(spec, config, 1, sizes.width).resident_bits,
                 numbers,
                 range(sizes.windows),
-                exact_share(spec, sizes),
+                exact_share(spec, config, sizes),
             )
             for name, spec, numbers in zip(names, specs, measured, strict=True)
         ]

@@ -20,6 +20,7 @@ import importlib.resources
 import math
 import pathlib
 import sysconfig
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -28,6 +29,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 import kvq_jax as kvq
+from kvq_jax.layer.regions import Regions
 from kvq_jax.methods.xquant.roofline import weight_bytes
 from kvq_jax.types.array_types import ModelDims
 from kvq_models.llama.config import LlamaConfig
@@ -219,11 +221,18 @@ def windowed(
     raise ValueError(f"{cache} has no block of {', '.join(map(str, BLOCKS))} tokens: {reason}")
 
 
-def exact_share(spec: kvq.cache.CacheSpec, sizes: Sizes) -> float:
-    """Return the mean share of exact tokens among those that a scored one reads."""
-    regions = spec.regions(sizes.width)
+def exact_share(spec: kvq.cache.CacheSpec, config: ModelDims, sizes: Sizes) -> float:
+    """Return the mean share of exact tokens among those that a scored one reads, over the layers of
+    a model: layers with a sliding window read fewer."""
+    layers = Counter(plan.regions for plan in kvq.cache.layout(spec, config, 1, sizes.width).plans)
+
+    def of(regions: Regions, tokens: int) -> float:
+        read = min(tokens, regions.window or tokens)
+        return min(tokens - int(regions.body(tokens)), read) / read
+
     reads = range(sizes.context + 1, sizes.width)
-    return float(np.mean([1 - int(regions.body(tokens)) / tokens for tokens in reads]))
+    shares = [np.mean([of(regions, n) for n in reads]) for regions in layers]
+    return float(np.average(shares, weights=list(layers.values())))
 
 
 def prompt_of(reading: Reading, sizes: Sizes) -> int:

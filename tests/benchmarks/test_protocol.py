@@ -15,6 +15,8 @@ from benchmarks.protocol import __main__ as protocol
 from benchmarks.protocol.caches import CACHES
 from benchmarks.protocol.report import ProtocolReport
 from benchmarks.report_file import RESULTS
+from kvq_jax.cache.dims import dims_of
+from kvq_jax.layer.attention import Attention
 from kvq_models import load_llama
 from kvq_tools.evaluation import measure_rows
 from kvq_tools.evaluation.intervals import kl_interval, t_quantile
@@ -42,18 +44,25 @@ def test_every_cache_has_equal_windows_and_at_most_three_percent_exact(cache):
     assert dataclasses.replace(spec, block=kvq.parse(cache).block) == dataclasses.replace(
         kvq.parse(cache), sink=SINK, recent=RECENT
     )
-    share = exact_share(spec, sizes)
+    share = exact_share(spec, config, sizes)
     assert share <= MOST_EXACT or spec.block > BLOCKS[0], share
     if spec.block > BLOCKS[0]:
         with pytest.raises(ValueError, match="does not divide the block"):
             kvq.cache.layout(dataclasses.replace(spec, block=BLOCKS[0]), config, 1, sizes.width)
-        assert exact_share(spec, Sizes(4096)) <= MOST_EXACT
+        assert exact_share(spec, config, Sizes(4096)) <= MOST_EXACT
 
 
-def test_the_exact_share_is_that_of_the_regions():
-    spec = windowed("kivi:bits=2", llama_8b.llama_config(), Sizes(96, 2, 1))
+def test_the_exact_share_is_that_of_the_regions_and_windows_of_layers():
+    config, sizes = llama_8b.llama_config(), Sizes(96, 2, 1)
+    spec = windowed("kivi:bits=2", config, sizes)
     read = (97, 98)  # 4 + 32 exact, blocks of 32: 32 in the body at both
-    assert exact_share(spec, Sizes(96, 2, 1)) == pytest.approx(np.mean([1 - 32 / n for n in read]))
+    whole = np.mean([1 - 32 / n for n in read])
+    assert exact_share(spec, config, sizes) == pytest.approx(whole)
+    # without a sink 64 in the body, and 33 or 34 behind it, of the 48 tokens of the window
+    window = np.mean([33 / 48, 34 / 48])
+    layers = tuple(Attention(window=48 if i % 2 else None) for i in range(32))
+    half = dataclasses.replace(dims_of(config), attention=layers)
+    assert exact_share(spec, half, sizes) == pytest.approx((whole + window) / 2)
 
 
 def test_windows_of_a_text_do_not_overlap_and_begin_with_its_first_token():
