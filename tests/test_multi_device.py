@@ -21,7 +21,6 @@ PARTS = {  # which two workers run side by side: (files, at least how many tests
             "test_layer_plans.py",
             "test_commands.py",
             "test_engine.py",
-            "test_benchmark.py",
             "test_refusals.py",
         ),
         30,

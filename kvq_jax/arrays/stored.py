@@ -113,50 +113,52 @@ def load_row_blocks(block: Tree, stored: Tree, start: LengthsB, blocks: int) -> 
 def store_blocks(block: Tree, stored: Tree, values: Tree, first: LengthsB, count: LengthsB) -> Tree:
     """Return `stored` with blocks first[b] .. first[b] + count[b] - 1 of each row b replaced by the
     leading blocks of `values`."""
+    new = jax.tree.map(lambda spec, array: spec.store(array), block, values)
     if isinstance(stored, PagedBody):
-        new = jax.tree.map(lambda spec, array: spec.store(array), block, values)
         return stored.with_blocks(block, new, first, count)
-    return jax.tree.map(
-        lambda spec, old, new: _store(spec, old, spec.store(new), first, count),
-        block,
-        stored,
-        values,
+
+    def write(rows: Tree, updates: Tree, first: Array, count: Array, *row: Array) -> Tree:
+        """Write into one row, or with the index `row` of one into all rows together."""
+        return jax.tree.map(
+            lambda spec, *arrays: _written(spec, *arrays, first, count, *row), block, rows, updates
+        )
+
+    def looped(stored: Tree, new: Tree, first: Array, count: Array) -> Tree:
+        def one(b: Array, rows: Tree) -> Tree:
+            b = b.astype(first.dtype)  # int64 if jax_enable_x64 is set
+            updates = jax.tree.map(lambda array: lax.dynamic_slice_in_dim(array, b, 1), new)
+            return write(rows, updates, first[b], count[b], b)
+
+        return lax.fori_loop(0, len(first), one, stored)
+
+    # XLA's CPU backend copies the whole array for a scatter over rows. On a GPU each turn of a loop
+    # is two launches for each array (docs/decisions/cpu_steps.md).
+    return lax.platform_dependent(
+        *(stored, new, first, count),
+        cpu=looped,
+        default=jax.vmap(write) if len(first) > 1 else looped,
     )
 
 
-def _store(spec: BodySpec, old: Array, new: Array, first: LengthsB, count: LengthsB) -> Array:
-    axis, entries = spec.axis("tokens"), spec["tokens"].size
+def _written(
+    spec: BodySpec, array: Array, update: Array, first: Array, count: Array, *row: Array
+) -> Array:
+    """Return `array` with the leading `count` blocks of `update` from block `first` on. `array` is
+    one row, or all rows together with the index `row` of one."""
     assert spec.axis("batch") == 0, "the batch is the first axis of every stored array"
-    width, size = new.shape[axis], old.shape[axis]
+    tokens, entries = spec.axis("tokens") - 1 + len(row), spec["tokens"].size
+    width, size = update.shape[tokens], array.shape[tokens]
     index = spec.along("tokens", jnp.arange(width, dtype=jnp.int32))
-
-    def write(array: Array, update: Array, first: Array, count: Array, *row: Array) -> Array:
-        """Return `array` with the leading `count` blocks of `update` from block `first` on. `array`
-        is one row, or all rows together with the index `row` of one."""
-        at = jnp.minimum(first * entries, size - width)
-        shift = first * entries - at  # > 0 if the window starts early to stay inside the array
-        tokens = axis - 1 + len(row)
-        if width > entries:
-            update = jnp.roll(update, shift, tokens)
-        start = [
-            *row,
-            *(at if i == tokens else jnp.zeros_like(at) for i in range(len(row), array.ndim)),
-        ]
-        kept = lax.dynamic_slice(array, start, update.shape)
-        inside = (index >= shift) & (index < shift + count * entries)
-        return lax.dynamic_update_slice(
-            array, jnp.where(inside if row else inside[0], update, kept), start
-        )
-
-    def looped(old: Array, new: Array, first: Array, count: Array) -> Array:
-        def one(b: Array, rows: Array) -> Array:
-            b = b.astype(first.dtype)  # int64 if jax_enable_x64 is set
-            return write(rows, lax.dynamic_slice_in_dim(new, b, 1), first[b], count[b], b)
-
-        return lax.fori_loop(0, len(old), one, old)
-
-    # XLA's CPU backend copies the whole array for a scatter over rows. On a GPU each turn of a loop
-    # is two launches (docs/decisions/cpu_steps.md).
-    return lax.platform_dependent(
-        old, new, first, count, cpu=looped, default=jax.vmap(write) if len(old) > 1 else looped
+    at = jnp.minimum(first * entries, size - width)
+    shift = first * entries - at  # > 0 if the window starts early to stay inside the array
+    if width > entries:
+        update = jnp.roll(update, shift, tokens)
+    start = [
+        *row,
+        *(at if i == tokens else jnp.zeros_like(at) for i in range(len(row), array.ndim)),
+    ]
+    kept = lax.dynamic_slice(array, start, update.shape)
+    inside = (index >= shift) & (index < shift + count * entries)
+    return lax.dynamic_update_slice(
+        array, jnp.where(inside if row else inside[0], update, kept), start
     )

@@ -18,8 +18,6 @@ import dataclasses
 import hashlib
 import importlib.resources
 import math
-import pathlib
-import sysconfig
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, get_args
@@ -56,23 +54,6 @@ MOST_EXACT = 0.03  # of the tokens that a scored one reads
 BATCH = 4
 AGAIN_STEP = 29  # of the second measurement, whose batches differ too: other sums are rounded
 WORDS = {"prompt": "after an exact prompt", "decoded": f"decoded from token {DECODED_FROM} on"}
-
-# of Python 3.11 and 3.12, byte for byte
-CODE_MODULES = (
-    "difflib",
-    "xml/dom/minidom",
-    "optparse",
-    "heapq",
-    "weakref",
-    "textwrap",
-    "tracemalloc",
-    "json/encoder",
-    "cmd",
-    "modulefinder",
-    "concurrent/futures/_base",
-    "pickletools",
-)
-CODE_SHA256 = "e34ad4e479efe72b8e20f2ea77d25dd0115363ede1ae71544b10fd786a0c9d25"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,21 +139,6 @@ class Measured:
         )
         both = math.hypot(self.rounding, other.rounding)
         return Estimate(value, widened(interval, rounding_of_mean(both, len(windows))))
-
-
-def code_text() -> str:
-    """Return sources of Python's standard library that are the same in every installation of the
-    supported versions. Raises ValueError if this interpreter's are not."""
-    library = pathlib.Path(sysconfig.get_path("stdlib"))
-    files = [library / f"{module}.py" for module in CODE_MODULES]
-    if all(file.is_file() for file in files):
-        text = "\n".join(file.read_text(encoding="utf-8") for file in files)
-        if hashlib.sha256(text.encode()).hexdigest() == CODE_SHA256:
-            return text
-    raise ValueError(
-        "this Python's standard library is not the one of Python 3.11 and 3.12, which is the text"
-        " of the domain `code`: run one of these, or give --text code=FILE"
-    )
 
 
 def passage() -> str:

@@ -37,8 +37,9 @@ from kvq_models.calibration.needs import needs
 from kvq_tools.cli.console import UserError
 from kvq_tools.cli.text_input import encode
 from kvq_tools.evaluation.journal import Journal
-from kvq_tools.evaluation.tasks import niah, passkey, quote, ruler, runner, tool_call
+from kvq_tools.evaluation.tasks import niah, passkey, ruler, runner
 from kvq_tools.evaluation.tasks.sample import AnswerRule, TaskPrompts, TaskSample
+from laboratory.quality import quote, shared_prompts, tool_call
 from laboratory.quality.long_context_report import (
     FULL_PRECISION,
     CacheSize,
@@ -264,13 +265,12 @@ class Bench:
         name: str | None = None,
     ) -> None:
         """Ask caches these samples. name: of the cell, if it is not the cache's."""
-        found = runner.run_together(
+        found = shared_prompts.run_together(
             [(models[cache], kvq.parse(cache)) for cache in caches],
             task_of(task),
             samples,
             self.prompts,
             batch=self.options.batch,
-            go_on=lambda answers: True,
             through=self.options.through,
         )
         for cache, answers in zip(caches, found, strict=True):

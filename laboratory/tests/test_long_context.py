@@ -189,7 +189,7 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path, monkeypatch, capsys):
             for _ in candidates
         )
 
-    monkeypatch.setattr(long_context.runner, "run_together", until_the_second)
+    monkeypatch.setattr(long_context.shared_prompts, "run_together", until_the_second)
     command = [
         "--tasks=passkey",
         "--lengths",

@@ -20,11 +20,12 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.protocol.code_text import code_text
 from benchmarks.quality.model_names import shown
 from benchmarks.report_file import Report, arguments, header
 from kvq_jax.files import whole
 from kvq_models import load_llama
-from kvq_tools.evaluation.protocol import Sizes, code_text, cut, tokenized
+from kvq_tools.evaluation.protocol import Sizes, cut, tokenized
 from laboratory.study import study_parser
 from laboratory.waterfill import moments
 from laboratory.waterfill.moments import BothSides

@@ -17,8 +17,9 @@ from benchmarks.machine_code.compile import compile_for, mesh_of
 from benchmarks.machine_code.launches import calibrated
 from benchmarks.machine_code.target import H200
 from kvq_models import decode_step
+from kvq_models.llama.hf_names import replace_weights, weights
 from kvq_models.llama.model import abstract_llama
-from kvq_models.llama.sharding import abstract_on
+from kvq_models.llama.sharding import weight_shardings
 from kvq_tools.cli import memory_mesh
 from pallas_kernels.launch import Launch
 from tests.multi_device.placed_runs import collectives
@@ -56,7 +57,13 @@ def test_a_step_on_eight_gpus_moves_one_token_and_needs_little_memory(
     def everywhere(struct: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=placement.everywhere)
 
-    llama = abstract_on(abstract_llama(CONFIG, "bfloat16"), placement)
+    llama = abstract_llama(CONFIG, "bfloat16")
+    shardings = weight_shardings(llama, placement)
+    placed = {
+        path: jax.ShapeDtypeStruct(weight.leaf.shape, weight.leaf.dtype, sharding=shardings[path])
+        for path, weight in weights(llama).items()
+    }
+    llama = replace_weights(llama, placed)
     llama.cache_parameters = nnx.data(
         jax.tree.map(everywhere, tuple(calibrated(plan) for plan in cache.plans))
     )

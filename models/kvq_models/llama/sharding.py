@@ -110,19 +110,6 @@ def shard_llama(llama: Llama, mesh: AnyMesh | Placement) -> Llama:
     return moved
 
 
-def abstract_on(llama: Llama, placement: Placement) -> Llama:
-    """Return an abstract model whose weights lie on a mesh, to compile programs without
-    allocation."""
-    shardings = weight_shardings(llama, placement)
-
-    def struct(path: str, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=shardings[path])
-
-    return hf_names.replace_weights(
-        llama, {path: struct(path, weight.leaf) for path, weight in hf_names.weights(llama).items()}
-    )
-
-
 def embedded(llama: Llama, tokens: Int[Array, "B T"], placement: Placement | None) -> HiddenBTD:
     """Return `llama.embed_tokens(tokens)`. If the embedding is split, each device looks up the rows
     that it holds, and the results are added.

@@ -45,17 +45,34 @@ SPECS = (
     ),
     *(MIXED, OUTLIERS, "kvquant:bits=4,pre_rope=false"),
 )
-LENGTHS = np.array(
-    [0, 127, 95, 260, CAPACITY - 37], np.int32
-)  # nothing yet; before, at and after a block's end; full after 37 steps
-STEPS = 40  # in which three blocks and more leave a window
+LENGTHS = np.array([0, 127, 95, 260, CAPACITY - 37], np.int32)
+STEPS = 12  # in which three blocks leave a window
 RESTING = 2  # this row takes no token in every third step
+
+
+def lengths_of(plan: LayerPlan) -> np.ndarray:
+    """Return the lengths of rows: one with nothing yet, three from which a block leaves within
+    STEPS, one that is full after nine.
+
+    With the first block to leave, new tokens start to overwrite the ring. The block of the resting
+    row wraps around in the ring, if any does.
+    """
+    regions = plan.regions
+    leaves = [n for n in range(1, CAPACITY - STEPS) if regions.body(n) > regions.body(n - 1)]
+
+    def wraps(n: int) -> bool:
+        first = regions.body(n - 1) % regions.ring_slots
+        return first + regions.block > regions.ring_slots
+
+    wrapping = next(filter(wraps, leaves), leaves[len(leaves) // 2])
+    return np.array([0, leaves[0] - 1, wrapping - 3, leaves[-1] - 7, CAPACITY - 9], np.int32)
 
 
 def run(spec: str, route: Route) -> tuple[list[jax.Array], LayerState, LayerPlan, np.ndarray]:
     """Return the outputs of all steps, the state after them, the plan and the lengths."""
     cache = kvq.init_cache(spec, DIMS, len(LENGTHS), CAPACITY, "bfloat16")
-    plan, state, lengths = cache.plans[0], cache.layers[0], LENGTHS.copy()
+    plan, state = cache.plans[0], cache.layers[0]
+    lengths = lengths_of(plan)
     prompt = tokens().window(np.zeros_like(lengths), lengths, CAPACITY)
     _, state, _ = prefill(plan, parameters_of(plan), state, prompt, (), route=XLA)
     outputs = []
@@ -76,7 +93,7 @@ def compare(spec: str, route: Route) -> None:
     body = plan.regions.body
     blocks = [
         (body(int(after)) - body(int(before))) // plan.regions.block
-        for before, after in zip(LENGTHS, lengths, strict=True)
+        for before, after in zip(lengths_of(plan), lengths, strict=True)
     ]
     assert sum(blocks) >= 3, f"{blocks=}: too few leave a window"
     assert lengths.max() == CAPACITY

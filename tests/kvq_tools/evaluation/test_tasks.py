@@ -12,7 +12,7 @@ import pytest
 import kvq_jax as kvq
 from kvq_models import EMBEDDED, load_llama, save_llama
 from kvq_tools.evaluation.tasks import niah, passkey
-from kvq_tools.evaluation.tasks.runner import run, run_together
+from kvq_tools.evaluation.tasks.runner import run
 from kvq_tools.evaluation.tasks.sample import AnswerRule, TaskPrompts, TaskSample
 from laboratory.stress import Outliers, Stress, stressed
 from tests.kvq_tools.evaluation.task_samples import DEPTHS, TEXT, needles, passkeys, prompt_text
@@ -116,38 +116,6 @@ def test_scores_do_not_depend_on_the_batch_and_every_sample_is_answered_once(tin
         found[batch] = {answer.index: (answer.text, answer.tokens) for answer in answers}
     assert found[1] == found[2]
     assert len({text for text, _ in found[1].values()}) > 1, "the prompts make no difference"
-
-
-def test_a_prompt_that_caches_share_is_answered_as_through_each_alone(tiny):
-    llama, tokenizer = load_llama(tiny, dtype="float32")
-    prompts, task = TaskPrompts(tokenizer), lengths_task(1000)
-    samples = [TaskSample(tuple(prompts.ids("one two three " * n)), (), 12) for n in (9, 2, 5)]
-    caches = [kvq.parse("dense"), kvq.parse("k=int2+v=int2+cache:sink=0,recent=0,block=8")]
-    together = run_together(
-        [(llama, cache) for cache in caches],
-        task,
-        samples,
-        prompts,
-        batch=2,
-        go_on=lambda answers: True,
-    )
-    texts = []
-    for cache, shared in zip(caches, together, strict=True):
-        alone = sorted(
-            run(llama, cache, task, samples, prompts, batch=2), key=lambda answer: answer.index
-        )
-        assert sorted(shared, key=lambda answer: answer.index) == alone, str(cache)
-        texts.append([answer.text for answer in alone])
-    assert texts[0] != texts[1], "the caches make no difference"
-    first, others = run_together(
-        [(llama, cache) for cache in caches],
-        task,
-        samples,
-        prompts,
-        batch=2,
-        go_on=lambda found: len(found) < 3,
-    )
-    assert (len(first), len(others)) == (3, 2), "the last batch is not asked of the others"
 
 
 def test_a_cache_that_forgets_fails_and_the_exact_one_remembers(run_json, tmp_path):

@@ -11,8 +11,10 @@ import pytest
 import kvq_jax as kvq
 from kvq_models import load_llama
 from kvq_tools.evaluation.protocol import passage
-from kvq_tools.evaluation.tasks import quote, runner, tool_call
-from kvq_tools.evaluation.tasks.sample import TaskPrompts, TaskSample
+from kvq_tools.evaluation.tasks.runner import run
+from kvq_tools.evaluation.tasks.sample import AnswerRule, TaskPrompts, TaskSample
+from laboratory.quality import quote, tool_call
+from laboratory.quality.shared_prompts import run_together
 
 
 @pytest.fixture(scope="module")
@@ -83,13 +85,12 @@ def test_a_decoded_end_of_a_prompt_is_read_through_the_cache(embedded, prompts):
     )
 
     def first_tokens(spec: str, through: int) -> list[str]:
-        (answers,) = runner.run_together(
+        (answers,) = run_together(
             [(embedded[0], kvq.parse(spec))],
             quote.TASK,
             samples,
             prompts,
             batch=4,
-            go_on=lambda answers: True,
             through=through,
         )
         return [answer.text for answer in sorted(answers, key=lambda answer: answer.index)]
@@ -99,3 +100,21 @@ def test_a_decoded_end_of_a_prompt_is_read_through_the_cache(embedded, prompts):
     assert first_tokens("int2:sink=0,recent=0,block=32", 64) != exact
     with pytest.raises(ValueError, match="through=400 must be at least 0 and below"):
         first_tokens("dense", 400)
+
+
+def test_a_prompt_that_caches_share_is_answered_as_through_each_alone(embedded, prompts):
+    llama, task = embedded[0], AnswerRule(lambda *_: {}, lambda *_: False)
+    samples = [TaskSample(tuple(prompts.ids("one two three " * n)), (), 12) for n in (9, 2, 5)]
+    caches = [kvq.parse("dense"), kvq.parse("k=int2+v=int2+cache:sink=0,recent=0,block=8")]
+    candidates = [(llama, cache) for cache in caches]
+    texts = []
+    for cache, shared in zip(
+        caches, run_together(candidates, task, samples, prompts, batch=2), strict=True
+    ):
+        alone, shared = (
+            sorted(answers, key=lambda answer: answer.index)
+            for answers in (run(llama, cache, task, samples, prompts, batch=2), shared)
+        )
+        assert shared == alone, str(cache)
+        texts.append([answer.text for answer in alone])
+    assert texts[0] != texts[1], "the caches make no difference"
