@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.util
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -38,6 +37,7 @@ from pallas_kernels.readers.polar import PolarReader
 from pallas_kernels.readers.rotary import RotatedReader
 from pallas_kernels.readers.runs import RunsKeys, RunsReader
 from pallas_kernels.tiles.layout import PlaneLayout
+from pallas_kernels.triton_call import has_triton
 
 HEADS, TOKENS = 2, 384  # three of the longest tiles, and whole groups of any size
 LIMITS = (1, 130, 300, TOKENS)
@@ -90,7 +90,7 @@ def difference(
     Raises whatever stops the kernels from running, such as a full memory.
     """
     interpreted = INTERPRETED
-    if importlib.util.find_spec("jax.experimental.pallas.triton") is None:
+    if not has_triton():
         interpreted = dataclasses.replace(INTERPRETED, route="mosaic")
     return _compare(_outputs(format, launch, device), _outputs(format, interpreted, reference))
 

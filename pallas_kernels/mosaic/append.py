@@ -24,9 +24,10 @@ from jaxtyping import Array
 from pallas_kernels.decode_attention.windows import WindowQueries
 from pallas_kernels.mosaic.attention import store_merged
 from pallas_kernels.mosaic.matrices import Matrices
-from pallas_kernels.mosaic.quantize import Spans, entry, quantize_spans
+from pallas_kernels.mosaic.quantize import Spans, quantize_spans
 from pallas_kernels.mosaic.registers import SIDE, WARPS
 from pallas_kernels.mosaic.rows import Rows
+from pallas_kernels.mosaic.stripes import entry
 from pallas_kernels.mosaic.windows import CHUNK, Attending, Window
 from pallas_kernels.quantize.append import Work
 from pallas_kernels.quantize.blocks import GroupedBlocks
@@ -103,7 +104,7 @@ class Step:
             of_scales = (slice(None), pl.ds(place, SPAN))
         spans = Spans(
             ring.at[(*self.unit, pl.ds(slot, SPAN))],
-            entry(inputs[0], self.unit) if inputs else None,
+            inputs[0].at[entry(inputs[0], self.unit)] if inputs else None,
             [ref.at[(*self.unit, words)] for ref in body[:sets]],
             [ref.at[(*self.unit, *of_scales)] for ref in body[sets:]],
             self.slot(side) - slot if side.new else None,

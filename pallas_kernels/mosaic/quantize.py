@@ -26,6 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.mosaic.matrices import in_lanes
 from pallas_kernels.mosaic.registers import LANES, WARPS
 from pallas_kernels.mosaic.rows import Rows
+from pallas_kernels.mosaic.stripes import entry
 from pallas_kernels.quantize.rounding import (
     Job,
     Quantizer,
@@ -237,7 +238,7 @@ def packed(
         else:
             scales = [ref.at[(*unit, slice(None), part(1))] for ref in out[sets:]]
         words = [ref.at[(*unit, part(layout.slots))] for ref in out[:sets]]
-        factors = entry(more[0], unit) if more else None
+        factors = more[0].at[entry(more[0], unit)] if more else None
         spans = Spans(row_ref.at[(*unit, part(1))], factors, words, scales)
         quantize_spans(spans, job, stride, bool(interpret))
 
@@ -251,8 +252,3 @@ def packed(
     )
     with jax.enable_x64(False):
         return call(*inputs)
-
-
-def entry(ref: Any, unit: tuple[Any, Any]) -> Any:
-    """Return the entry of an array whose leading axes may be 1 long."""
-    return ref.at[tuple(0 if size == 1 else at for size, at in zip(ref.shape, unit, strict=False))]

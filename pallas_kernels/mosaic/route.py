@@ -1,5 +1,5 @@
-"""The choice between the two routes to a GPU: Mosaic GPU reads bodies in uniform groups, Triton the
-rest.
+"""The choice between the two routes to a GPU: Mosaic GPU reads bodies in uniform groups, in tables
+and in full precision, Triton the rest.
 
 This module imports no Mosaic GPU, which JAX has from 0.11 on.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,8 +21,10 @@ from pallas_kernels.decode_attention.schedule import Pieces
 from pallas_kernels.decode_attention.tuning import SHARED_BYTES, Tuning
 from pallas_kernels.launch import Launch
 from pallas_kernels.readers.base import Reader
+from pallas_kernels.readers.codebook import CodebookReader
+from pallas_kernels.readers.dense import DenseReader
 from pallas_kernels.readers.grouped import GroupedReader
-from pallas_kernels.tiles.layout import SPAN, SUPPORTED_BITS
+from pallas_kernels.tiles.layout import SPAN, SUPPORTED_BITS, TABLE_BITS
 
 OLDEST_JAX = (0, 11, 0)
 HEAD_DIMS = (64, 128, 256)
@@ -54,19 +57,47 @@ def unsupported(k: Reader, v: Reader, group: int, capacity: int) -> str | None:
         capacity: tokens.
     """
     for name, reader in (("k", k), ("v", v)):
-        if not isinstance(reader, GroupedReader):
-            return f"{name}: {type(reader).__name__}, not uniform groups"
-        if reader.layout.bits not in SUPPORTED_BITS or reader.layout.channels not in HEAD_DIMS:
-            return f"{name}: {reader.layout.bits} bits at head dim {reader.layout.channels}"
-        if reader.axis == "tokens" and STRIPE % reader.group:
-            return f"{name}: groups of {reader.group} tokens, which do not divide {STRIPE}"
-        if reader.scale_dtype != "float16":
-            return f"{name}: scales in {reader.scale_dtype}, not in float16"
-        if reason := _crowded(reader.layout.channels, group):
-            return reason
-    if capacity < STRIPE:
-        return f"a body of {capacity} tokens, fewer than one tile of {STRIPE}"
+        if reason := _unread(reader) or _crowded(math.prod(reader.chunks), group):
+            return f"{name}: {reason}"
+    least = WARPS * span_of(k, v)
+    if capacity < least:
+        return f"a body of {capacity} tokens, fewer than one tile of {least}"
     return None
+
+
+def unserved(k: Reader, v: Reader, group: int, capacity: int) -> str | None:
+    """Return, in one line, why Mosaic GPU does not do all of a decode step over this body, or None
+    if it does, but for blocks of other formats than uniform groups, which XLA writes."""
+    for name, reader in (("k", k), ("v", v)):
+        if isinstance(reader, GroupedReader) and (reason := unquantized(reader)):
+            return f"{name}: {reason}"
+    return unsupported(k, v, group, capacity)
+
+
+def _unread(reader: Reader) -> str | None:
+    """Return, in one line, why Mosaic GPU does not read this side, or None if it does."""
+    if isinstance(reader, DenseReader):
+        return None if reader.channels in HEAD_DIMS else f"head dim {reader.channels}"
+    if not isinstance(reader, (GroupedReader, CodebookReader)):
+        return f"{type(reader).__name__}, not uniform groups, tables or rows"
+    served = SUPPORTED_BITS if isinstance(reader, GroupedReader) else TABLE_BITS
+    if reader.layout.bits not in served or reader.layout.channels not in HEAD_DIMS:
+        return f"{reader.layout.bits} bits at head dim {reader.layout.channels}"
+    if isinstance(reader, CodebookReader) and reader.pool:
+        return "tables with outliers"
+    if isinstance(reader, CodebookReader) and reader.affine == "channels":
+        return "tables with scales of channels"
+    if isinstance(reader, GroupedReader) and reader.axis == "tokens" and STRIPE % reader.group:
+        return f"groups of {reader.group} tokens, which do not divide {STRIPE}"
+    if reader.scale_dtype != "float16":
+        return f"scales in {reader.scale_dtype}, not in float16"
+    return None
+
+
+def span_of(k: Reader, v: Reader) -> int:
+    """Return the tokens that a warp reads at a time: a span, or half of one if all are rows in full
+    precision, of which a tile takes much shared memory."""
+    return SPAN if k.packed or v.packed else SPAN // 2
 
 
 def pieces(
@@ -120,13 +151,16 @@ def tuning_for(k: Reader, v: Reader, columns: int, capacity: int, capability: st
     shared = SHARED_BYTES.get(capability, min(SHARED_BYTES.values()))
     beside = OTHER_SHARED_BYTES + 4 * STRIPE * columns  # for reductions
     crowded = k.chunks[0] * k.chunks[1] > 128 or columns > 8
-    tiles = [tile for tile in (2 * STRIPE, STRIPE) if tile <= capacity]
+    stripe = WARPS * span_of(k, v)
+    tiles = [tile for tile in (2 * stripe, stripe) if tile <= capacity]
     for tile in tiles[-1:] if crowded else tiles:
         for stages in (3, 2):
             of_block = stages * tile * (k.row_bytes + v.row_bytes) + beside
             if RESIDENT * of_block <= shared:
                 return Tuning(tile, warps=4, stages=stages, resident=RESIDENT)
-    return Tuning(STRIPE, warps=4, stages=2, resident=1)
+    of_stage = stripe * (k.row_bytes + v.row_bytes)
+    stages = 2 if 2 * of_stage + beside <= shared else 1
+    return Tuning(stripe, warps=4, stages=stages, resident=1)
 
 
 def merged(
@@ -179,16 +213,20 @@ def unappended(writers: Sequence[Any], rings: Sequence[Array], queries: Any) -> 
     for name, writer, ring in zip("kv", writers, rings, strict=False):
         if ring.shape[3] not in HEAD_DIMS:
             return f"{name}: rows of {ring.shape[3]} channels"
-        job = getattr(writer, "job", None)
-        if writer is not None and job is None:
-            return f"{name}: blocks of {type(writer).__name__}"
-        if job is not None and (reason := unquantized(job.reader)):
+        if writer is not None and (reason := unwritten(writer)):
             return f"{name}: {reason}"
     if queries is None:
         return None
     if queries.rotation is not None:
         return "windows of keys before RoPE"
     return _crowded(rings[0].shape[3], queries.q.shape[2])
+
+
+def unwritten(writer: Any) -> str | None:
+    """Return, in one line, why Mosaic GPU does not write the blocks of this writer, or None if it
+    does."""
+    job = getattr(writer, "job", None)
+    return f"blocks of {type(writer).__name__}" if job is None else unquantized(job.reader)
 
 
 def quantized(
