@@ -11,7 +11,7 @@ operations, which the interpreter runs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import llvm, vector
 
 from pallas_kernels.mosaic.matrices import code_numbers
 from pallas_kernels.mosaic.registers import LANES, SIDE, WARPS, element, fragment, grid
@@ -98,14 +98,18 @@ def entries(
 
     @inline
     def looked_up(ctx: Any, *arrays: mgpu.FragmentedArray) -> list[mgpu.FragmentedArray]:
-        grids = [grid(array) for array in arrays[: len(words)]]
+        i32, f16 = ir.IntegerType.get_signless(32), ir.F16Type.get()
+        grids = [_each(grid(array), lambda r: utils.bitcast(r, i32)) for array in arrays[: len(words)]]
         of_table = [element(grid(array)[0, 0], 0) for array in arrays[len(words) :]]
-        fields = _Fields(grids, layout, 3 - tokens, of_table)
+        fields = Fields(grids, layout, 3 - tokens, of_table)
         chunks = []
         for c in range(layout.chunks):
             slots = [fields.registers(slot, c) for slot in range(layout.slots)]
-            registers = np.concatenate(slots, tokens - 1)
-            chunks.append(fragment(registers, tuple(shape), ir.F16Type.get()))
+            registers = _each(
+                np.concatenate(slots, tokens - 1),
+                lambda r: utils.bitcast(r, ir.VectorType.get((2,), f16)),
+            )
+            chunks.append(fragment(registers, tuple(shape), f16))
         return chunks
 
     return list(looked_up(*words, *table))
@@ -126,16 +130,19 @@ def _numbers(table: Sequence[jax.Array]) -> jax.Array:
     return lax.bitcast_convert_type((low | high << 8).astype(jnp.uint16), jnp.float16)
 
 
-class _Fields:
+def _each(registers: np.ndarray, function: Callable[[Any], Any]) -> np.ndarray:
+    results = np.empty(registers.shape, dtype=object)
+    for place, register in np.ndenumerate(registers):
+        results[place] = function(register)
+    return results
+
+
+class Fields:
     """The entries for the codes of words [rows / SIDE, columns / SIDE], plane by plane. Work that
-    four fields share is done once."""
+    four fields share is done once. `axis` is the words', and a register holds 32 bits."""
 
     def __init__(
-        self,
-        grids: Sequence[np.ndarray],
-        layout: PlaneLayout,
-        axis: int,
-        table: Sequence[ir.Value],
+        self, grids: Sequence[np.ndarray], layout: PlaneLayout, axis: int, table: Sequence[Any]
     ):
         self._grids, self._layout, self._axis, self._table = grids, layout, axis, table
         self._by_nibbles: dict[tuple[int, int], list[np.ndarray]] = {}
@@ -148,11 +155,8 @@ class _Fields:
         nibble, odd = divmod(index, 4 // low)
         key = tile, odd
         if key not in self._by_nibbles:
-            nibbles = self._nibbles(tile, odd)
-            planes = [np.empty(nibbles.shape, dtype=object) for _ in range(4)]
-            for place, register in np.ndenumerate(nibbles):
-                for plane, of_field in zip(planes, self._four(register), strict=True):
-                    plane[place] = of_field
+            fours = _each(self._nibbles(tile, odd), self._four)
+            planes = [_each(fours, lambda four, i=i: four[i]) for i in range(4)]
             self._by_nibbles[key] = planes
         return self._by_nibbles[key][nibble]
 
@@ -163,26 +167,22 @@ class _Fields:
 
     def _nibbles(self, tile: int, odd: int) -> np.ndarray:
         """Return the words of a tile with a code in each nibble."""
-        i32, low = ir.IntegerType.get_signless(32), self._tile(0, tile)
-        words = np.empty(low.shape, dtype=object)
-        thin, position = low, 0
-        if self._layout.bits == 3:
-            number, thin_tile = divmod(tile, self._layout.tiles(1))
-            # bit of nibble k: number 4 k + 2 odd + (low tile beyond the thin set's)
-            thin, position = self._tile(1, thin_tile), 2 * odd + number
-        for place, word in np.ndenumerate(low):
-            word = utils.bitcast(word, i32)
-            if self._layout.bits == 4:
-                words[place] = word
-                continue
-            word = _masked(_shifted(word, 2 * odd), 0x33333333)
-            if self._layout.bits == 3:
-                bits = _shifted(utils.bitcast(thin[place], i32), position - 2)
-                word = _asm("lop3.b32 $0, $1, 0x44444444, $2, 0xea;", bits, word)
-            words[place] = word
+        words = self._tile(0, tile)
+        if self._layout.bits == 4:
+            return words
+        words = _each(words, lambda word: _masked(_shifted(word, 2 * odd), 0x33333333))
+        if self._layout.bits == 2:
+            return words
+        number, thin_tile = divmod(tile, self._layout.tiles(1))
+        # bit of nibble k: number 4 k + 2 odd + (low tile beyond the thin set's)
+        moved = _each(
+            self._tile(1, thin_tile), lambda word: _shifted(word, 2 * odd + number - 2)
+        )
+        for place, bits in np.ndenumerate(moved):
+            words[place] = _asm("lop3.b32 $0, $1, 0x44444444, $2, 0xea;", bits, words[place])
         return words
 
-    def _four(self, nibbles: ir.Value) -> list[ir.Value]:
+    def _four(self, nibbles: Any) -> list[Any]:
         """Return the entries for the codes in each of the four nibbles of two words."""
         half = len(self._table) // 2
         low, high = self._table[:half], self._table[half:]
@@ -194,7 +194,7 @@ class _Fields:
         for order, signs in ((0x20, 0xEAC8), (0x31, 0xFBD9)):
             # Of each of the two words, take the byte that holds these two nibbles: (word 0, word 1)
             # is a selector of four.
-            selector = _prmt(plain, utils.c(0, plain.type), order)
+            selector = _asm(f"prmt.b32 $0, $1, 0, {order:#x};", plain)
             if not wide:
                 # 2 bits: low and high bytes are in one pair of registers, in either order.
                 of_low, of_high = ((*low, *high), (*high, *low)) if half == 1 else (low, high)
@@ -213,27 +213,25 @@ class _Fields:
                     for plane in (low, high)
                 )
             planes += [_prmt(low_bytes, high_bytes, pairs) for pairs in (0x6240, 0x7351)]
-        pair = ir.VectorType.get((2,), ir.F16Type.get())
-        return [utils.bitcast(plane, pair) for plane in planes]
+        return planes
 
 
-def _asm(assembly: str, *operands: ir.Value) -> ir.Value:
+def _asm(assembly: str, *operands: Any) -> Any:
     constraints = ",".join(["=r", *["r"] * len(operands)])
     return llvm.inline_asm(ir.IntegerType.get_signless(32), list(operands), assembly, constraints)
 
 
-def _prmt(a: ir.Value, b: ir.Value, selector: ir.Value | int) -> ir.Value:
+def _prmt(a: Any, b: Any, selector: Any) -> Any:
     if isinstance(selector, int):
         return _asm(f"prmt.b32 $0, $1, $2, {selector:#x};", a, b)
     return _asm("prmt.b32 $0, $1, $2, $3;", a, b, selector)
 
 
-def _masked(word: ir.Value, mask: int) -> ir.Value:
+def _masked(word: Any, mask: int) -> Any:
     return _asm(f"and.b32 $0, $1, {mask:#x};", word)
 
 
-def _shifted(word: ir.Value, right: int) -> ir.Value:
+def _shifted(word: Any, right: int) -> Any:
     if not right:
         return word
-    move = arith.shrui if right > 0 else arith.shli
-    return move(word, utils.c(abs(right), word.type))
+    return _asm(f"{'shr' if right > 0 else 'shl'}.b32 $0, $1, {abs(right)};", word)
