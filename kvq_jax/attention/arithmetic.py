@@ -84,8 +84,8 @@ def no_mosaic(plan: LayerPlan, query_heads: int) -> str | None:
 
 def not_by_mosaic(plan: LayerPlan, query_heads: int) -> str | None:
     """Return, in one line, why decode steps of this layer need other kernels than those on Mosaic
-    GPU, or None if those do all of a step but writing blocks of other formats than uniform groups,
-    which XLA does. The device is not considered."""
+    GPU, or None if those do all of a step but writing some formats' blocks, which XLA does. The
+    device is not considered."""
     route: Any = importlib.import_module(_ROUTE)
     if reason := route.missing():
         return reason

@@ -352,9 +352,9 @@ def block_writer(
         )
     if writer is None or regions.ring_slots % writer.blocks.run:
         return None
-    if launch.route == "mosaic" and mosaic.unwritten(writer.blocks) and not has_triton():
-        return None
-    return writer
+    if launch.route == "triton" or has_triton():
+        return writer
+    return None if mosaic.unwritten(writer.blocks, regions.ring_slots) else writer
 
 
 def _grouped_reader(codec: Codec) -> GroupedReader:

@@ -320,4 +320,3 @@ def attention_in_pieces(
     with jax.enable_x64(False):
         m, l, o = call(limits, planes, *tables[0], *tables[1], *arrays[0], *arrays[1])
     return Pieces(m, l, o, limits, schedule)
-

@@ -35,6 +35,7 @@ from pallas_kernels.readers.grouped import GroupedReader
 from pallas_kernels.readers.shared import query_planes
 from pallas_kernels.tiles.layout import SPAN, PlaneLayout
 
+
 @dataclasses.dataclass(frozen=True)
 class GroupedSide:
     """The stored arrays of one side, and their buffers in shared memory."""

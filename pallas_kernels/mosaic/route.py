@@ -67,7 +67,7 @@ def unsupported(k: Reader, v: Reader, group: int, capacity: int) -> str | None:
 
 def unserved(k: Reader, v: Reader, group: int, capacity: int) -> str | None:
     """Return, in one line, why Mosaic GPU does not do all of a decode step over this body, or None
-    if it does, but for blocks of other formats than uniform groups, which XLA writes."""
+    if it does, but for blocks that `unwritten` names, which XLA writes."""
     for name, reader in (("k", k), ("v", v)):
         if isinstance(reader, GroupedReader) and (reason := unquantized(reader)):
             return f"{name}: {reason}"
@@ -213,7 +213,7 @@ def unappended(writers: Sequence[Any], rings: Sequence[Array], queries: Any) -> 
     for name, writer, ring in zip("kv", writers, rings, strict=False):
         if ring.shape[3] not in HEAD_DIMS:
             return f"{name}: rows of {ring.shape[3]} channels"
-        if writer is not None and (reason := unwritten(writer)):
+        if writer is not None and (reason := unwritten(writer, ring.shape[2])):
             return f"{name}: {reason}"
     if queries is None:
         return None
@@ -222,11 +222,20 @@ def unappended(writers: Sequence[Any], rings: Sequence[Array], queries: Any) -> 
     return _crowded(rings[0].shape[3], queries.q.shape[2])
 
 
-def unwritten(writer: Any) -> str | None:
-    """Return, in one line, why Mosaic GPU does not write the blocks of this writer, or None if it
-    does."""
-    job = getattr(writer, "job", None)
-    return f"blocks of {type(writer).__name__}" if job is None else unquantized(job.reader)
+def unwritten(writer: Any, slots: int) -> str | None:
+    """Return, in one line, why Mosaic GPU does not write the blocks of this writer from a ring of
+    so many slots, or None if it does."""
+    if job := getattr(writer, "job", None):
+        return unquantized(job.reader)
+    from pallas_kernels.quantize.table import TableBlocks  # which imports this module
+
+    if not isinstance(writer, TableBlocks):
+        return f"blocks of {type(writer).__name__}"
+    if writer.slots or writer.group is None:
+        return "tables with outliers or with ranges of channels"
+    if writer.layout.channels not in HEAD_DIMS:
+        return f"head dim {writer.layout.channels}"
+    return f"a ring of {slots} slots, no multiple of {SPAN}" if slots % SPAN else None
 
 
 def quantized(

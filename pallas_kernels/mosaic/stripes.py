@@ -63,6 +63,7 @@ class Stripe:
             return spans
         return spans + plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=LANES)
 
+
 def entry(ref: Any, unit: tuple[Any, Any]) -> tuple[Any, ...]:
     """Return the place of a row and a head in an array whose leading axes may be 1 long."""
     return tuple(0 if size == 1 else at for size, at in zip(ref.shape, unit, strict=False))

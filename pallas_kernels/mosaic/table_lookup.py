@@ -99,7 +99,9 @@ def entries(
     @inline
     def looked_up(ctx: Any, *arrays: mgpu.FragmentedArray) -> list[mgpu.FragmentedArray]:
         i32, f16 = ir.IntegerType.get_signless(32), ir.F16Type.get()
-        grids = [_each(grid(array), lambda r: utils.bitcast(r, i32)) for array in arrays[: len(words)]]
+        grids = [
+            _each(grid(array), lambda r: utils.bitcast(r, i32)) for array in arrays[: len(words)]
+        ]
         of_table = [element(grid(array)[0, 0], 0) for array in arrays[len(words) :]]
         fields = Fields(grids, layout, 3 - tokens, of_table)
         chunks = []
@@ -175,9 +177,7 @@ class Fields:
             return words
         number, thin_tile = divmod(tile, self._layout.tiles(1))
         # bit of nibble k: number 4 k + 2 odd + (low tile beyond the thin set's)
-        moved = _each(
-            self._tile(1, thin_tile), lambda word: _shifted(word, 2 * odd + number - 2)
-        )
+        moved = _each(self._tile(1, thin_tile), lambda word: _shifted(word, 2 * odd + number - 2))
         for place, bits in np.ndenumerate(moved):
             words[place] = _asm("lop3.b32 $0, $1, 0x44444444, $2, 0xea;", bits, words[place])
         return words

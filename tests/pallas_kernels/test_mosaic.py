@@ -94,9 +94,7 @@ def test_attention_equals_its_reference_without_a_race(case: KernelCase):
 
 @needs_mosaic
 @pytest.mark.exhaustive
-@each(
-    (innerq(2, "sym", 64), innerq(2, "asym", 64), kivi(2, 64), looked_up(3, 32, 64), rows(64, 4))
-)
+@each((innerq(2, "sym", 64), innerq(2, "asym", 64), kivi(2, 64), looked_up(3, 32, 64), rows(64, 4)))
 def test_what_lies_behind_a_limit_changes_nothing(case: KernelCase):
     check_unused_capacity(case, case.short, case.tuning, INTERPRETED)
 
