@@ -135,7 +135,7 @@ KERNELS = (
             lambda s=spec: appending(s),
             cap_spill_bytes=128,
         )
-        for spec in ("kivi:bits=4", "kivi:bits=2", "innerq:bits=2")
+        for spec in ("kivi:bits=4", "kivi:bits=2", "innerq:bits=2", "nf4")
     ),
     StepKernel("merge", "merge_mosaic_gpu_kernel", merging),
     *(

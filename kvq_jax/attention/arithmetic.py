@@ -73,9 +73,8 @@ def no_mosaic(plan: LayerPlan, query_heads: int) -> str | None:
         return f"this process runs on {device.platform}"
     route, format = importlib.import_module(_ROUTE), format_of(plan, query_heads, "mosaic")
     capacity = plan.regions.held_capacity
-    reason = route.missing() or route.unsupported(
-        format.keys, format.values, format.group, capacity
-    )
+    body = format.keys, format.values, format.group, capacity
+    reason = route.missing() or route.unsupported(*body, route.target_capability())
     if reason:
         return reason
     difference = verdict(format, device).difference

@@ -37,6 +37,18 @@ from pallas_kernels.tiles.layout import SPAN
 
 
 @dataclasses.dataclass(frozen=True)
+class NewRows:
+    """The new rows of one side, in an array [B, K, sides, H] of several."""
+
+    ref: Any
+    side: int
+
+    def at(self, unit: tuple[Any, Any]) -> Any:
+        """Return the new row [1, H] of a row of the batch and a head."""
+        return self.ref.at[(*unit, pl.ds(self.side, 1))]
+
+
+@dataclasses.dataclass(frozen=True)
 class Step:
     """A row's numbers (quantize.append.Places) and a head, in a kernel."""
 
@@ -54,9 +66,9 @@ class Step:
         turns = -(-side.sink // side.ring) * side.ring  # keep the dividend from being negative
         return lax.rem(self.position - side.sink + turns, jnp.int32(side.ring))
 
-    def write_windows(self, side: Work, row: Any, sink: Any, ring: Any) -> None:
-        """Write the new row [B, K, 1, H] of this program's head."""
-        row, mine = row.at[self.unit], self.new & (self.program == side.start)
+    def write_windows(self, side: Work, new: NewRows, sink: Any, ring: Any) -> None:
+        """Write the new row of this program's head."""
+        row, mine = new.at(self.unit), self.new & (self.program == side.start)
         if sink is not None:
 
             @pl.when(mine & (self.position < side.sink))
@@ -73,7 +85,7 @@ class Step:
         rows.store(target, rows.load(row, SIDE).astype(target.dtype), 1)
 
     def write_block(
-        self, side: Work, row: Any, ring: Any, inputs: Sequence[Any], body: Sequence[Any]
+        self, side: Work, row: NewRows, ring: Any, inputs: Sequence[Any], body: Sequence[Any]
     ) -> None:
         if side.writer is None and not side.copies:
             return
@@ -82,7 +94,7 @@ class Step:
         @pl.when(self.leaving & (of_side >= 0) & (of_side < side.programs))
         def _() -> None:
             if side.copies:
-                self._copy(row.at[self.unit], body[0].at[(*self.unit, pl.ds(self.place, 1))])
+                self._copy(row.at(self.unit), body[0].at[(*self.unit, pl.ds(self.place, 1))])
             else:
                 self._write_span(side, of_side * SPAN, row, ring, inputs, body)
 
@@ -90,7 +102,7 @@ class Step:
         self,
         side: Work,
         before: Any,
-        row: Any,
+        row: NewRows,
         ring: Any,
         inputs: Sequence[Any],
         body: Sequence[Any],
@@ -115,7 +127,7 @@ class Step:
                 [ref.at[(*unit, words)] for ref in body[:sets]],
                 [ref.at[(*entry(ref, unit), *of_scales)] for ref in body[sets:]],
                 self.slot(side) - slot if side.new else None,
-                row.at[unit],
+                row.at(unit),
             )
 
         head = self.unit[1]
@@ -160,7 +172,7 @@ def append(
     Args:
         works: the programs and arrays of each side.
         numbers: those of `Places`, and with queries the tokens and limits of rows, int32 [B].
-        rows: the new rows of each side, [B, K, 1, H].
+        rows: the new rows of all sides [B, K, sides, H], or of each side, [B, K, 1, H].
         inputs: of each side, what its blocks are quantized with.
         stored: of each side, the sink if it has slots, the ring, and the arrays of the body.
     """
@@ -183,7 +195,11 @@ def append(
         position, new, first, place, leaving = of_row[:5]
         options = first, place, leaving > 0, unit, program, bool(interpret)
         step = Step(position, new > 0, *options)
-        of_rows = take(rows)
+        row_refs = take(rows)
+        if len(rows) == len(works):
+            of_rows = [NewRows(ref, 0) for ref in row_refs]
+        else:
+            of_rows = [NewRows(row_refs[0], side) for side in range(len(works))]
         of_inputs = [take(arrays) for arrays in inputs]
         q_refs = take(q)
         of_stored = [take(arrays) for arrays in stored]
@@ -205,7 +221,7 @@ def append(
             for i in range(2 if works[0].sink else 1):
                 of_window = [arrays[i] for arrays in of_stored]
                 of_sink = bool(works[0].sink) and i == 0
-                new_rows = [ref.at[unit] for ref in of_rows]
+                new_rows = [row.at(unit) for row in of_rows]
                 window = step.window(works[0], of_sink, of_window, new_rows, of_row[5:7])
                 carry = attending.add(window, carry)
             m_ref, l_ref, o_ref = (ref.at[unit] for ref in left)

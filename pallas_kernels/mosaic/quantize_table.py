@@ -11,6 +11,7 @@ program reads the rows of all of them.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -86,7 +87,7 @@ class _TableWork:
 
     def _middles(self) -> list[jax.Array]:
         levels = [self.levels[i] for i in range(1 << self.blocks.layout.bits)]
-        return [(high + low) / 2 for low, high in zip(levels, levels[1:], strict=False)]
+        return [(high + low) / 2 for low, high in itertools.pairwise(levels)]
 
     def _range(self, slot: int, chunks: range) -> tuple[jax.Array, jax.Array]:
         """Return the least and the largest finite entry of these channels in each of them, of this

@@ -48,21 +48,37 @@ def missing() -> str | None:
     return None
 
 
-def unsupported(k: Reader, v: Reader, group: int, capacity: int) -> str | None:
+def unsupported(
+    k: Reader, v: Reader, group: int, capacity: int, capability: str | None = None
+) -> str | None:
     """Return, in one line, why Mosaic GPU does not read this body, or None if it does.
 
     Args:
         k, v: the readers of keys and values.
         group: query heads for each KV head.
         capacity: tokens.
+        capability: the compute capability of the GPU, or None for any with a copy engine.
     """
     for name, reader in (("k", k), ("v", v)):
         if reason := _unread(reader) or _crowded(math.prod(reader.chunks), group):
             return f"{name}: {reason}"
-    least = WARPS * span_of(k, v)
+    least, stripe = least_tile(k, v, capability or str(BULK)), WARPS * span_of(k, v)
     if capacity < least:
         return f"a body of {capacity} tokens, fewer than one tile of {least}"
+    if least > 2 * stripe:
+        return f"so few scales that GPUs without a copy engine need tiles of {least} tokens"
     return None
+
+
+def least_tile(k: Reader, v: Reader, capability: str) -> int:
+    """Return the fewest tokens of a tile. Without a copy engine, each of a block's threads copies
+    at least two of a tile's scales, or zero points."""
+    stripe = WARPS * span_of(k, v)
+    if float(capability) >= BULK:
+        return stripe
+    scaled = [reader for reader in (k, v) if isinstance(reader, (GroupedReader, CodebookReader))]
+    threads = 32 * WARPS
+    return max([stripe, *(2 * threads * r.group // r.layout.channels for r in scaled)])
 
 
 def unserved(k: Reader, v: Reader, group: int, capacity: int) -> str | None:
@@ -115,10 +131,10 @@ def pieces(
     """Return the pieces of attention by Mosaic GPU (mosaic/attention.py), or None if the launch
     names another route or this body takes another."""
     (k, _), (v, _) = keys, values
-    if launch.route != "mosaic" or unsupported(k, v, q.shape[2], capacity):
+    capability = str(BULK) if launch.interpret else target_capability()
+    if launch.route != "mosaic" or unsupported(k, v, q.shape[2], capacity, capability):
         return None
     attention = _module("attention", launch)
-    capability = target_capability()
     columns = 8 if q.shape[2] <= 8 else 16
     return attention.attention_in_pieces(
         q,
@@ -129,7 +145,7 @@ def pieces(
         lower=lower,
         soft_cap=soft_cap,
         tuning=tuning or tuning_for(k, v, columns, capacity, capability),
-        bulk=launch.interpret or float(capability) >= BULK,
+        bulk=float(capability) >= BULK,
         interpret=_interpreted(launch),
     )
 
@@ -151,16 +167,16 @@ def tuning_for(k: Reader, v: Reader, columns: int, capacity: int, capability: st
     shared = SHARED_BYTES.get(capability, min(SHARED_BYTES.values()))
     beside = OTHER_SHARED_BYTES + 4 * STRIPE * columns  # for reductions
     crowded = k.chunks[0] * k.chunks[1] > 128 or columns > 8
-    stripe = WARPS * span_of(k, v)
-    tiles = [tile for tile in (2 * stripe, stripe) if tile <= capacity]
+    stripe, least = WARPS * span_of(k, v), least_tile(k, v, capability)
+    tiles = [tile for tile in (2 * stripe, stripe) if least <= tile <= capacity]
     for tile in tiles[-1:] if crowded else tiles:
         for stages in (3, 2):
             of_block = stages * tile * (k.row_bytes + v.row_bytes) + beside
             if RESIDENT * of_block <= shared:
                 return Tuning(tile, warps=4, stages=stages, resident=RESIDENT)
-    of_stage = stripe * (k.row_bytes + v.row_bytes)
+    of_stage = least * (k.row_bytes + v.row_bytes)
     stages = 2 if 2 * of_stage + beside <= shared else 1
-    return Tuning(stripe, warps=4, stages=stages, resident=1)
+    return Tuning(least, warps=4, stages=stages, resident=1)
 
 
 def merged(

@@ -18,6 +18,7 @@ from pallas_kernels.launch import Launch
 from pallas_kernels.mosaic import route
 from pallas_kernels.mosaic.walk import Walk
 from pallas_kernels.readers.codebook import CodebookReader
+from pallas_kernels.readers.dense import DenseReader
 from pallas_kernels.readers.grouped import GroupedReader
 from pallas_kernels.readers.rotary import RotatedReader
 from pallas_kernels.tiles.layout import SPAN
@@ -176,6 +177,25 @@ def test_bodies_that_mosaic_does_not_read_are_named():
     }
     for reason, (keys, values, group, capacity) in refused.items():
         assert reason in str(route.unsupported(keys, values, group, capacity))
+
+
+def test_gpus_without_a_copy_engine_need_as_many_scales_as_threads_copy():
+    """Asynchronous copies move four bytes or more, so two scales, for each of 128 threads."""
+    k, v = readers_of(4, 64)
+    tables = CodebookReader(v.layout, "tokens", 64)  # one scale for a token
+    rows = DenseReader(64, "bfloat16")
+    for bulk, capability in itertools.product((True, False), ("8.0", "8.9", "9.0", "10.0")):
+        if bulk != (float(capability) >= route.BULK):
+            continue
+        for keys, values in itertools.product((k, v, tables, rows), repeat=2):
+            tile = route.tuning_for(keys, values, 8, 4096, capability).tile
+            assert tile >= route.least_tile(keys, values, capability)
+            if not bulk and tables in (keys, values):
+                assert tile == 256
+        assert (route.unsupported(tables, v, 4, 128, capability) is None) == bulk
+    sparse = dataclasses.replace(k, group=128)  # 64 scales for 128 tokens
+    assert "tiles of 512 tokens" in str(route.unsupported(sparse, v, 4, 4096, "8.9"))
+    assert route.unsupported(sparse, v, 4, 4096) is None
 
 
 def test_a_route_that_this_jax_lacks_is_refused(monkeypatch: pytest.MonkeyPatch):
