@@ -139,7 +139,7 @@ KERNELS = (
             "append_token_mosaic_gpu_kernel",
             lambda s=spec: appending(s),
             cap_spill_bytes=128,
-            caps={"l40": 448},
+            caps={"l40": 448, "b200": 384},
         )
         for spec in ("kivi:bits=4", "kivi:bits=2", "innerq:bits=2", "nf4")
     ),

@@ -1,5 +1,5 @@
-"""The self-test of a kernel on Mosaic GPU covers appending, blocks of tables among them, and notices
-numbers that differ. Interpreted on both sides."""
+"""The self-test of a kernel on Mosaic GPU covers appending, blocks of tables among them, and
+notices numbers that differ. Interpreted on both sides."""
 
 from __future__ import annotations
 
