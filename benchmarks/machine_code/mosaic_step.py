@@ -150,6 +150,7 @@ KERNELS = (
             "quantize_mosaic_gpu_kernel",
             lambda s=spec, i=side: quantizing(s, i),
             cap_spill_bytes=64,
+            caps={"b200": 512},
         )
         for spec, side in (("kivi:bits=4", 0), ("innerq:bits=2", 1))
     ),

@@ -18,7 +18,6 @@ import jax
 from pallas_kernels.mosaic.grouped import GroupedKeys, GroupedSide, GroupedValues
 from pallas_kernels.mosaic.matrices import Matrices
 from pallas_kernels.mosaic.table_lookup import entries, in_registers, packed
-from pallas_kernels.readers.codebook import CodebookReader
 from pallas_kernels.readers.grouped import GroupedReader
 from pallas_kernels.tiles.layout import SPAN
 
@@ -27,7 +26,7 @@ class CodebookSide(GroupedSide):
     """The stored arrays of one side, and their buffers in shared memory."""
 
     @classmethod
-    def of(cls, reader: CodebookReader, span: int) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def of(cls, reader: Any, span: int) -> Any:
         assert span == SPAN, "packed rows come in whole spans"
         assert reader.affine == "tokens", "route.unsupported refuses scales of channels"
         return cls(GroupedReader(reader.layout, "channels", reader.group, None))

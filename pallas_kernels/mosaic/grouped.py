@@ -43,7 +43,7 @@ class GroupedSide:
     reader: GroupedReader
 
     @classmethod
-    def of(cls, reader: GroupedReader, span: int) -> Any:
+    def of(cls, reader: Any, span: int) -> Any:
         """Return the side of a reader. `span` is the tokens of a warp."""
         assert span == SPAN, "packed rows come in whole spans"
         return cls(reader)

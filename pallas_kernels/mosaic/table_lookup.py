@@ -198,7 +198,7 @@ class Fields:
             if not wide:
                 # 2 bits: low and high bytes are in one pair of registers, in either order.
                 of_low, of_high = ((*low, *high), (*high, *low)) if half == 1 else (low, high)
-                low_bytes, high_bytes = (_prmt(*plane, selector) for plane in (of_low, of_high))
+                low_bytes, high_bytes = (_bytes(plane, selector) for plane in (of_low, of_high))
             else:
                 # prmt can repeat the top bit of a byte. Here it repeats the fourth bits of the
                 # nibbles, half of them after a shift, as four bytes of ones or zeros.
@@ -207,8 +207,8 @@ class Fields:
                     _asm(
                         "lop3.b32 $0, $1, $2, $3, 0xca;",
                         mask,
-                        _prmt(*plane[2:], selector),
-                        _prmt(*plane[:2], selector),
+                        _bytes(plane[2:], selector),
+                        _bytes(plane[:2], selector),
                     )
                     for plane in (low, high)
                 )
@@ -221,10 +221,13 @@ def _asm(assembly: str, *operands: Any) -> Any:
     return llvm.inline_asm(ir.IntegerType.get_signless(32), list(operands), assembly, constraints)
 
 
-def _prmt(a: Any, b: Any, selector: Any) -> Any:
-    if isinstance(selector, int):
-        return _asm(f"prmt.b32 $0, $1, $2, {selector:#x};", a, b)
-    return _asm("prmt.b32 $0, $1, $2, $3;", a, b, selector)
+def _prmt(a: Any, b: Any, selector: int) -> Any:
+    return _asm(f"prmt.b32 $0, $1, $2, {selector:#x};", a, b)
+
+
+def _bytes(table: Sequence[Any], selector: Any) -> Any:
+    """Return four bytes of two words of a table."""
+    return _asm("prmt.b32 $0, $1, $2, $3;", *table, selector)
 
 
 def _masked(word: Any, mask: int) -> Any:
