@@ -138,8 +138,7 @@ KERNELS = (
             f"append, {spec}",
             "append_token_mosaic_gpu_kernel",
             lambda s=spec: appending(s),
-            cap_spill_bytes=128,
-            caps={"l40": 448, "b200": 384},
+            cap_spill_bytes=512 if "innerq" in spec else 128,
         )
         for spec in ("kivi:bits=4", "kivi:bits=2", "innerq:bits=2", "nf4")
     ),
