@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.util
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -30,6 +29,7 @@ from pallas_kernels.quantize.append import Blocks, Places, Side, append_token
 from pallas_kernels.quantize.blocks import GroupedBlocks
 from pallas_kernels.quantize.kernel import quantize_rows
 from pallas_kernels.quantize.rounding import Job
+from pallas_kernels.quantize.table import TableBlocks
 from pallas_kernels.readers.base import Reader
 from pallas_kernels.readers.codebook import CodebookReader
 from pallas_kernels.readers.dense import DenseReader
@@ -38,6 +38,7 @@ from pallas_kernels.readers.polar import PolarReader
 from pallas_kernels.readers.rotary import RotatedReader
 from pallas_kernels.readers.runs import RunsKeys, RunsReader
 from pallas_kernels.tiles.layout import PlaneLayout
+from pallas_kernels.triton_call import has_triton
 
 HEADS, TOKENS = 2, 384  # three of the longest tiles, and whole groups of any size
 LIMITS = (1, 130, 300, TOKENS)
@@ -90,7 +91,7 @@ def difference(
     Raises whatever stops the kernels from running, such as a full memory.
     """
     interpreted = INTERPRETED
-    if importlib.util.find_spec("jax.experimental.pallas.triton") is None:
+    if not has_triton():
         interpreted = dataclasses.replace(INTERPRETED, route="mosaic")
     return _compare(_outputs(format, launch, device), _outputs(format, interpreted, reference))
 
@@ -182,14 +183,7 @@ def _of_windows(
 
     sides = []
     for reader, stored in ((format.keys, keys), (format.values, values)):
-        blocks = None
-        if isinstance(reader, GroupedReader) and not mosaic.unquantized(reader):
-            scheme = "asym" if reader.centre is None else "sym"
-            job = Job(reader, scheme, reader.layout.bits - (scheme == "sym"), False, 1, False)
-            sets, floats = len(reader.layout.sets), jnp.dtype(reader.scale_dtype)
-            scales = [jax.lax.bitcast_convert_type(a, floats) for a in stored[sets:]]
-            blocks = Blocks([*stored[:sets], *scales], GroupedBlocks(job))
-        sides.append(Side(rows(1), rows(SINK), rows(SLOTS), blocks))
+        sides.append(Side(rows(1), rows(SINK), rows(SLOTS), _blocks(reader, stored)))
     position = jnp.asarray(POSITIONS, jnp.int32)
     q = jnp.asarray(rng.standard_normal((batch, HEADS, format.group, channels)), jnp.float32)
     seen = (SLOTS if format.windowed else None), format.soft_cap
@@ -213,6 +207,23 @@ def _of_windows(
     return {"attention over windows": np.asarray(attention)} | {
         name: np.asarray(a.astype(jnp.float32)) for name, a in stored.items()
     }
+
+
+def _blocks(reader: Reader, stored: Sequence[jax.Array]) -> Blocks | None:
+    """Return the blocks of these stored arrays, if Mosaic GPU writes them."""
+    if isinstance(reader, GroupedReader) and not mosaic.unquantized(reader):
+        scheme = "asym" if reader.centre is None else "sym"
+        job = Job(reader, scheme, reader.layout.bits - (scheme == "sym"), False, 1, False)
+        writer, scales, inputs = GroupedBlocks(job), stored[len(reader.layout.sets) :], []
+    elif isinstance(reader, CodebookReader) and reader.affine == "tokens" and not reader.pool:
+        table, *scales = stored[len(reader.layout.sets) :]
+        writer = TableBlocks(reader.layout, reader.group, scale_dtype=reader.scale_dtype)
+        inputs = [table[None, None], table[None, None]]  # levels, and values
+    else:
+        return None
+    floats = jnp.dtype(reader.scale_dtype)
+    scales = [jax.lax.bitcast_convert_type(scale, floats) for scale in scales]
+    return Blocks([*stored[: len(reader.layout.sets)], *scales], writer, inputs)
 
 
 def _body(side: Side) -> Sequence[jax.Array]:

@@ -10,7 +10,7 @@ Python integers of their loops and divisions would become int64.
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -29,6 +29,11 @@ class _Triton:
 
 
 plt: Any = _Triton()
+
+
+def has_triton() -> bool:
+    """Return True if this JAX has Pallas' Triton route."""
+    return importlib.util.find_spec("jax.experimental.pallas.triton") is not None
 
 
 def triton_call(

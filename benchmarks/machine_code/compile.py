@@ -187,7 +187,7 @@ def _read_mosaic_dump(folder: pathlib.Path) -> dict[str, Kernel]:
     kernels = {}
     for file in sorted(folder.glob("*.ptx")):
         ptx = file.read_text(encoding="utf-8")
-        resources = file.with_suffix(".resources.txt").read_text(encoding="utf-8")
+        resources = _resources(file).read_text(encoding="utf-8")
         shared, entry = _SHARED.search(resources), _ENTRY.search(ptx)
         if shared is None or entry is None:
             raise RuntimeError(
@@ -196,6 +196,21 @@ def _read_mosaic_dump(folder: pathlib.Path) -> dict[str, Kernel]:
         name, threads = entry.group(1), _threads(ptx, entry.end())
         kernels[name] = Kernel(name, ptx, threads, int(shared.group(1)))
     return kernels
+
+
+def _resources(ptx: pathlib.Path) -> pathlib.Path:
+    """Return the file of resources beside a kernel's PTX. JAX numbers both by themselves: kernels
+    that it has compiled before have resources alone, and the numbers differ from there on."""
+    same = ptx.with_suffix(".resources.txt")
+    name = re.sub(r"_\d+$", "", ptx.stem)
+    others = [
+        file
+        for file in sorted(ptx.parent.glob("*.resources.txt"))
+        if re.fullmatch(re.escape(name) + r"_\d+\.resources\.txt", file.name)
+    ]
+    if not same.exists() and len(others) == 1:
+        return others[0]
+    return same
 
 
 def _threads(ptx: str, entry: int) -> int:

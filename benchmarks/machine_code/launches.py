@@ -36,7 +36,7 @@ from benchmarks.report_file import Header, Report, arguments, header
 from kvq_jax.layer.plan import LayerPlan
 from kvq_models import decode_step
 from kvq_models.llama.model import abstract_llama
-from pallas_kernels.launch import Launch
+from pallas_kernels.launch import KernelRoute, Launch
 
 SPECS = (
     "dense",
@@ -60,6 +60,7 @@ LAUNCHES = (
     "kCublasLtMatmul",
     "kCuDnn",
     "kMemset32BitValue",
+    "kCustomCall",
     "kMemzero",
 )
 
@@ -148,6 +149,22 @@ def of_a_layer(top: list[Thunk]) -> list[Thunk]:
     return top[places[-1 - each] + 1 : places[-1] + 1]
 
 
+def by_name(top: list[Thunk], hlo: str) -> list[Thunk]:
+    """Return the list with the names of Mosaic GPU's kernels, which XLA calls in the order of the
+    compiled program. Raises ValueError if it calls anything else."""
+    names = [
+        re.search(r'op_name="(?:[^"]*/)?([^"/]+)/[^"/]*"', line)
+        for line in hlo.splitlines()
+        if 'custom_call_target="mosaic_gpu' in line
+    ]
+    calls = [thunk for thunk in top if thunk.kind == "kCustomCall"]
+    if len(calls) != len(names):
+        raise ValueError(f"{len(calls)} calls, {len(names)} of them of kernels on Mosaic GPU")
+    for thunk, name in zip(calls, names, strict=True):
+        thunk.name = name[1] if name else thunk.name
+    return top
+
+
 def captured(text: str) -> tuple[int, int]:
     """Return (command buffers, launches in none) of the list in which XLA has put launches into
     command buffers. Raises ValueError if it is empty."""
@@ -227,16 +244,23 @@ class LaunchReport(Report):
     rows: tuple[Row, ...]
 
 
-def measure(spec: str, batch: int, target: Target = H200, tokens: int = 32768) -> Row:
+def measure(
+    spec: str,
+    batch: int,
+    target: Target = H200,
+    tokens: int = 32768,
+    route: KernelRoute = "triton",
+) -> Row:
     """Compile a step of LAYERS layers of Llama 3.1 8B and count what its last but one layer
     launches."""
     config = llama_config(LAYERS)
     cache = kvq.cache.layout(spec, config, batch, tokens, "bfloat16")
-    step = jax.jit(functools.partial(decode_step, implementation=Launch("asm")), donate_argnums=1)
+    launch = Launch("asm", route=route)
+    step = jax.jit(functools.partial(decode_step, implementation=launch), donate_argnums=1)
     llama = abstract_llama(config, "bfloat16")
     llama.cache_parameters = nnx.data(tuple(calibrated(plan) for plan in cache.plans))
     program = compile_for(target, step, (llama, cache, jax.ShapeDtypeStruct((batch,), jnp.int32)))
-    layer = of_a_layer(thunks(program.thunks))
+    layer = of_a_layer(by_name(thunks(program.thunks), program.compiled.as_text()))
     counts = Counter(name for thunk in layer for name in thunk.launches(batch))
     graphs, outside = captured(program.captured)
     return Row(

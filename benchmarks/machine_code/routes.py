@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -21,11 +22,12 @@ import jax.numpy as jnp
 from benchmarks.machine_code.case import BATCH, GROUP, KV_HEADS, TOKENS, Case
 from benchmarks.machine_code.cases import INNER, OUTER
 from benchmarks.machine_code.report import HEADER, Instructions, KernelReport, named_by_spec
-from benchmarks.machine_code.stored import uniform
+from benchmarks.machine_code.stored import Stored, tables, uniform
 from benchmarks.machine_code.target import BY_NAME, H200, Target
 from benchmarks.machine_code.tools import missing
 from benchmarks.markdown import table
 from benchmarks.report_file import arguments
+from kvq_jax.arrays.channel_groups import ChannelGroup
 from kvq_jax.arrays.grouped_array import GroupedAxis, GroupFormat, Scheme
 from pallas_kernels.decode_attention.kernel import decode_attention
 from pallas_kernels.decode_attention.lower_limits import LowerLimits
@@ -40,7 +42,7 @@ KERNELS = {"mosaic": "decode_attention_mosaic_gpu_kernel", "triton": "decode_att
 class Attention:
     """Decode attention over one format, and what its loop may cost on Mosaic GPU.
 
-    bits: of a code, its sign included.
+    sides: keys and values, by head dim.
     multiply_adds: of the tensor cores for each element: the query columns, and the products that
         sum queries and weights.
     window: rows have a lower limit, in a ring.
@@ -50,9 +52,7 @@ class Attention:
     """
 
     name: str
-    bits: int
-    scheme: Scheme
-    axes: tuple[GroupedAxis, GroupedAxis]
+    sides: Callable[[int], tuple[Stored, Stored]]
     cap_instructions: float
     cap_alu: float
     multiply_adds: float
@@ -65,12 +65,7 @@ class Attention:
 
     def case(self, route: KernelRoute, target: Target) -> Case:
         """Return the case of one route. Triton's has its limits in cases.py, and none here."""
-        magnitude = self.bits - (self.scheme in ("sym", "hybrid"))
-        sides = [
-            uniform(GroupFormat(magnitude, self.scheme, axis, 32, self.channels, 32), self.channels)
-            for axis in self.axes
-        ]
-        (k_reader, k_stored, k_bits), (v_reader, v_stored, v_bits) = sides
+        (k_reader, k_stored, k_bits), (v_reader, v_stored, v_bits) = self.sides(self.channels)
         columns, launch = max(8, self.queries), Launch("asm", route=route)
         capability = "{}.{}".format(*target.capability)
         tuning = (
@@ -118,24 +113,59 @@ class Attention:
 
 
 def _innerq(bits: int, scheme: Scheme, *limits: float, **fields: Any) -> Attention:
-    return _attention(f"innerq, {bits}-bit {scheme}", bits, scheme, INNER, limits, fields)
+    sides = functools.partial(_grouped, bits, scheme, INNER)
+    return _attention(f"innerq, {bits}-bit {scheme}", sides, limits, fields)
 
 
 def _kivi(bits: int, *limits: float, **fields: Any) -> Attention:
-    return _attention(f"kivi, {bits}-bit", bits, "asym", OUTER, limits, fields)
+    sides = functools.partial(_grouped, bits, "asym", OUTER)
+    return _attention(f"kivi, {bits}-bit", sides, limits, fields)
+
+
+def _grouped(
+    bits: int, scheme: Scheme, axes: tuple[GroupedAxis, GroupedAxis], channels: int
+) -> tuple[Stored, Stored]:
+    """Return uniform groups. `bits` of a code include its sign."""
+    magnitude = bits - (scheme in ("sym", "hybrid"))
+    keys, values = (
+        uniform(GroupFormat(magnitude, scheme, axis, 32, channels, 32), channels) for axis in axes
+    )
+    return keys, values
+
+
+def _normal_float(bits: int, *limits: float, **fields: Any) -> Attention:
+    """Return tables whose scales all heads of a token share, on both sides."""
+
+    def sides(channels: int) -> tuple[Stored, Stored]:
+        side = tables(bits, channels, ChannelGroup(KV_HEADS, channels))
+        return side, side
+
+    return _attention(f"nf{bits}", sides, limits, fields)
+
+
+def _turboquant(bits: int, *limits: float, **fields: Any) -> Attention:
+    """Return tables with a norm for each head of a token, and the zero points that kernels add."""
+
+    def sides(channels: int) -> tuple[Stored, Stored]:
+        side = tables(bits, channels, ChannelGroup(1, channels))
+        return side, side
+
+    return _attention(f"turboquant, {bits}-bit", sides, limits, fields)
+
+
+def _dense(*limits: float, **fields: Any) -> Attention:
+    return _attention("dense", lambda channels: (uniform(None, channels),) * 2, limits, fields)
 
 
 def _attention(
     name: str,
-    bits: int,
-    scheme: Scheme,
-    axes: tuple[GroupedAxis, GroupedAxis],
+    sides: Callable[[int], tuple[Stored, Stored]],
     limits: Sequence[float],
     fields: dict[str, Any],
 ) -> Attention:
     instructions, alu, multiply_adds = limits
     name = _name(name, fields)
-    return Attention(name, bits, scheme, axes, instructions, alu, multiply_adds, **fields)
+    return Attention(name, sides, instructions, alu, multiply_adds, **fields)
 
 
 def _name(name: str, fields: dict[str, Any]) -> str:
@@ -162,6 +192,14 @@ ATTENTIONS = (
     _kivi(2, 2.6, 1.05, 12, window=True, cap_spill_bytes=128),  # 2.24 on an H200, 2.51 on an L40
     _kivi(4, 2.6, 1.05, 12, window=True, cap_spill_bytes=128),
     _kivi(4, 3.0, 1.05, 12, window=True, soft_cap=50.0, cap_spill_bytes=128),
+    _normal_float(4, 3.95, 3.0, 8, cap_spill_bytes=128),
+    _normal_float(3, 2.95, 1.9, 8, cap_spill_bytes=128),
+    _normal_float(2, 2.6, 1.65, 8),
+    _normal_float(4, 4.55, 3.15, 8, channels=64),
+    _turboquant(3, 2.95, 1.9, 8, cap_spill_bytes=128),
+    _dense(2.1, 0.5, 8),
+    _dense(2.7, 0.6, 8, channels=64),  # 1.95 on an H200, 2.59 on an L40, whose tiles are shorter
+    _dense(1.8, 0.3, 8, channels=256),
 )
 
 

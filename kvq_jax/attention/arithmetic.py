@@ -73,9 +73,8 @@ def no_mosaic(plan: LayerPlan, query_heads: int) -> str | None:
         return f"this process runs on {device.platform}"
     route, format = importlib.import_module(_ROUTE), format_of(plan, query_heads, "mosaic")
     capacity = plan.regions.held_capacity
-    reason = route.missing() or route.unsupported(
-        format.keys, format.values, format.group, capacity
-    )
+    body = format.keys, format.values, format.group, capacity
+    reason = route.missing() or route.unsupported(*body, route.target_capability())
     if reason:
         return reason
     difference = verdict(format, device).difference
@@ -84,7 +83,8 @@ def no_mosaic(plan: LayerPlan, query_heads: int) -> str | None:
 
 def not_by_mosaic(plan: LayerPlan, query_heads: int) -> str | None:
     """Return, in one line, why decode steps of this layer need other kernels than those on Mosaic
-    GPU, or None if those do all of a step. The device is not considered."""
+    GPU, or None if those do all of a step but writing some formats' blocks, which XLA does. The
+    device is not considered."""
     route: Any = importlib.import_module(_ROUTE)
     if reason := route.missing():
         return reason
@@ -93,12 +93,7 @@ def not_by_mosaic(plan: LayerPlan, query_heads: int) -> str | None:
         if isinstance(reader, str):
             return f"{name}: {reader}"
     group, capacity = query_heads // plan.heads, plan.regions.held_capacity
-    if reason := route.unsupported(*readers, group, capacity):
-        return reason
-    for name, reader in zip("kv", readers, strict=True):
-        if reason := route.unquantized(reader):
-            return f"{name}: {reason}"
-    return None
+    return route.unserved(*readers, group, capacity)
 
 
 def routes_described(plans: Sequence[LayerPlan], query_heads: int) -> str:

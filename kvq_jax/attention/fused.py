@@ -38,6 +38,7 @@ from pallas_kernels.decode_attention.merge import finished, merged
 from pallas_kernels.decode_attention.partial_attention import PartialAttention, Splits
 from pallas_kernels.decode_attention.windows import DTYPES, WindowQueries
 from pallas_kernels.launch import Launch
+from pallas_kernels.mosaic import route as mosaic
 from pallas_kernels.quantize import append as quantize_append
 from pallas_kernels.quantize.append import Blocks, Places, Rows, Side
 from pallas_kernels.quantize.blocks import GroupedBlocks, RowBlocks
@@ -47,6 +48,7 @@ from pallas_kernels.readers.base import Reader
 from pallas_kernels.readers.grouped import GroupedReader
 from pallas_kernels.readers.rotary import RotatedReader
 from pallas_kernels.tiles.layout import SPAN
+from pallas_kernels.triton_call import has_triton
 
 
 class BodyArguments(NamedTuple):
@@ -348,7 +350,11 @@ def block_writer(
             GroupedBlocks(Job(reader, job.scheme, job.format.bits, bool(divisor), 1, launch.asm)),
             divisor,
         )
-    return None if writer is None or regions.ring_slots % writer.blocks.run else writer
+    if writer is None or regions.ring_slots % writer.blocks.run:
+        return None
+    if launch.route == "triton" or has_triton():
+        return writer
+    return None if mosaic.unwritten(writer.blocks, regions.ring_slots) else writer
 
 
 def _grouped_reader(codec: Codec) -> GroupedReader:

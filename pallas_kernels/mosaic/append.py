@@ -24,13 +24,28 @@ from jaxtyping import Array
 from pallas_kernels.decode_attention.windows import WindowQueries
 from pallas_kernels.mosaic.attention import store_merged
 from pallas_kernels.mosaic.matrices import Matrices
-from pallas_kernels.mosaic.quantize import Spans, entry, quantize_spans
+from pallas_kernels.mosaic.quantize import Spans, quantize_spans
+from pallas_kernels.mosaic.quantize_table import quantize_table_span
 from pallas_kernels.mosaic.registers import SIDE, WARPS
 from pallas_kernels.mosaic.rows import Rows
+from pallas_kernels.mosaic.stripes import entry
 from pallas_kernels.mosaic.windows import CHUNK, Attending, Window
 from pallas_kernels.quantize.append import Work
 from pallas_kernels.quantize.blocks import GroupedBlocks
+from pallas_kernels.quantize.table import TableBlocks
 from pallas_kernels.tiles.layout import SPAN
+
+
+@dataclasses.dataclass(frozen=True)
+class NewRows:
+    """The new rows of one side, in an array [B, K, sides, H] of several."""
+
+    ref: Any
+    side: int
+
+    def at(self, unit: tuple[Any, Any]) -> Any:
+        """Return the new row [1, H] of a row of the batch and a head."""
+        return self.ref.at[(*unit, pl.ds(self.side, 1))]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +66,9 @@ class Step:
         turns = -(-side.sink // side.ring) * side.ring  # keep the dividend from being negative
         return lax.rem(self.position - side.sink + turns, jnp.int32(side.ring))
 
-    def write_windows(self, side: Work, row: Any, sink: Any, ring: Any) -> None:
-        mine = self.new & (self.program == side.start)
+    def write_windows(self, side: Work, new: NewRows, sink: Any, ring: Any) -> None:
+        """Write the new row of this program's head."""
+        row, mine = new.at(self.unit), self.new & (self.program == side.start)
         if sink is not None:
 
             @pl.when(mine & (self.position < side.sink))
@@ -69,7 +85,7 @@ class Step:
         rows.store(target, rows.load(row, SIDE).astype(target.dtype), 1)
 
     def write_block(
-        self, side: Work, row: Any, ring: Any, inputs: Sequence[Any], body: Sequence[Any]
+        self, side: Work, row: NewRows, ring: Any, inputs: Sequence[Any], body: Sequence[Any]
     ) -> None:
         if side.writer is None and not side.copies:
             return
@@ -78,38 +94,48 @@ class Step:
         @pl.when(self.leaving & (of_side >= 0) & (of_side < side.programs))
         def _() -> None:
             if side.copies:
-                self._copy(row, body[0].at[(*self.unit, pl.ds(self.place, 1))])
+                self._copy(row.at(self.unit), body[0].at[(*self.unit, pl.ds(self.place, 1))])
             else:
-                assert isinstance(side.writer, GroupedBlocks), "route.unappended refuses others"
-                self._write_span(side, side.writer, of_side * SPAN, row, ring, inputs, body)
+                self._write_span(side, of_side * SPAN, row, ring, inputs, body)
 
     def _write_span(
         self,
         side: Work,
-        blocks: GroupedBlocks,
         before: Any,
-        row: Any,
+        row: NewRows,
         ring: Any,
         inputs: Sequence[Any],
         body: Sequence[Any],
     ) -> None:
-        reader = blocks.job.reader
-        sets, place = len(reader.layout.sets), self.place + before
-        slot = lax.rem(self.first + before, jnp.int32(side.ring))
-        words = pl.ds(lax.div(place, jnp.int32(reader.layout.slots)), SPAN // reader.layout.slots)
-        if reader.axis == "tokens":
+        blocks, place = side.writer, self.place + before
+        assert isinstance(blocks, (GroupedBlocks, TableBlocks)), "route.unappended refuses others"
+        grouped = isinstance(blocks, GroupedBlocks)
+        layout = blocks.job.reader.layout if grouped else blocks.layout
+        by_tokens = grouped and blocks.job.reader.axis == "tokens"
+        sets, slot = len(layout.sets), lax.rem(self.first + before, jnp.int32(side.ring))
+        words = pl.ds(lax.div(place, jnp.int32(layout.slots)), SPAN // layout.slots)
+        if by_tokens:
             of_scales = (pl.ds(lax.div(place, jnp.int32(SPAN)), 1), slice(None))
         else:
             of_scales = (slice(None), pl.ds(place, SPAN))
-        spans = Spans(
-            ring.at[(*self.unit, pl.ds(slot, SPAN))],
-            entry(inputs[0], self.unit) if inputs else None,
-            [ref.at[(*self.unit, words)] for ref in body[:sets]],
-            [ref.at[(*self.unit, *of_scales)] for ref in body[sets:]],
-            self.slot(side) - slot if side.new else None,
-            row,
-        )
-        quantize_spans(spans, blocks.job, 0, self.interpret)
+
+        def spans_of(head: Any) -> Spans:
+            unit = self.unit[0], head
+            return Spans(
+                ring.at[(*unit, pl.ds(slot, SPAN))],
+                inputs[0].at[entry(inputs[0], unit)] if inputs and grouped else None,
+                [ref.at[(*unit, words)] for ref in body[:sets]],
+                [ref.at[(*entry(ref, unit), *of_scales)] for ref in body[sets:]],
+                self.slot(side) - slot if side.new else None,
+                row.at(unit),
+            )
+
+        head = self.unit[1]
+        if grouped:
+            quantize_spans(spans_of(head), blocks.job, 0, self.interpret)
+        else:
+            levels, heads = inputs[0].at[0, 0], ring.shape[1]
+            quantize_table_span(spans_of, head, heads, blocks, levels, self.interpret)
 
     def window(self, side: Work, of_sink: bool, refs: Sequence[Any], rows: Any, counts: Any) -> Any:
         """Return a window of both sides. counts: the tokens of the row, and how many are in the
@@ -146,7 +172,7 @@ def append(
     Args:
         works: the programs and arrays of each side.
         numbers: those of `Places`, and with queries the tokens and limits of rows, int32 [B].
-        rows: the new rows of each side, [B, K, 1, H].
+        rows: the new rows of all sides [B, K, sides, H], or of each side, [B, K, 1, H].
         inputs: of each side, what its blocks are quantized with.
         stored: of each side, the sink if it has slots, the ring, and the arrays of the body.
     """
@@ -169,7 +195,11 @@ def append(
         position, new, first, place, leaving = of_row[:5]
         options = first, place, leaving > 0, unit, program, bool(interpret)
         step = Step(position, new > 0, *options)
-        of_rows = [ref.at[unit] for ref in take(rows)]
+        row_refs = take(rows)
+        if len(rows) == len(works):
+            of_rows = [NewRows(ref, 0) for ref in row_refs]
+        else:
+            of_rows = [NewRows(row_refs[0], side) for side in range(len(works))]
         of_inputs = [take(arrays) for arrays in inputs]
         q_refs = take(q)
         of_stored = [take(arrays) for arrays in stored]
@@ -191,7 +221,8 @@ def append(
             for i in range(2 if works[0].sink else 1):
                 of_window = [arrays[i] for arrays in of_stored]
                 of_sink = bool(works[0].sink) and i == 0
-                window = step.window(works[0], of_sink, of_window, of_rows, of_row[5:7])
+                new_rows = [row.at(unit) for row in of_rows]
+                window = step.window(works[0], of_sink, of_window, new_rows, of_row[5:7])
                 carry = attending.add(window, carry)
             m_ref, l_ref, o_ref = (ref.at[unit] for ref in left)
             store_merged((m_ref, l_ref, o_ref.at[0]), attending.parts(carry), ops)

@@ -1,5 +1,5 @@
-"""Decode attention over a body in uniform groups, on Mosaic GPU: the same pieces as
-decode_attention/kernel.py, by the same schedule.
+"""Decode attention over a body on Mosaic GPU: the same pieces as decode_attention/kernel.py, by the
+same schedule.
 
 A block of four warps reads its share of all live tiles. The copy engine (on Ampere and Ada,
 asynchronous copies) brings tiles into a ring of buffers in shared memory. Each warp reads spans of
@@ -28,19 +28,27 @@ from pallas_kernels.decode_attention.lower_limits import LowerLimits
 from pallas_kernels.decode_attention.partial_attention import NEG_INF, WEIGHT_EXPONENT
 from pallas_kernels.decode_attention.schedule import Pieces, Schedule, TileRun
 from pallas_kernels.decode_attention.tuning import Tuning
-from pallas_kernels.mosaic.grouped import (
-    STRIPE,
-    GroupedKeys,
-    GroupedValues,
-    Stripe,
-    token_numbers,
-)
+from pallas_kernels.mosaic.codebook import CodebookKeys, CodebookValues
+from pallas_kernels.mosaic.dense import DenseKeys, DenseValues
+from pallas_kernels.mosaic.grouped import GroupedKeys, GroupedValues
 from pallas_kernels.mosaic.matrices import Matrices, on_rows, on_warps, splat
 from pallas_kernels.mosaic.registers import OF_ALL_ROWS, OF_ALL_WARPS, SIDE, WARPS
+from pallas_kernels.mosaic.route import span_of
+from pallas_kernels.mosaic.stripes import Stripe
 from pallas_kernels.mosaic.walk import Walk
+from pallas_kernels.readers.base import Reader
+from pallas_kernels.readers.codebook import CodebookReader
+from pallas_kernels.readers.dense import DenseReader
 from pallas_kernels.readers.grouped import GroupedReader
-from pallas_kernels.readers.shared import query_planes, soft_capped
-from pallas_kernels.tiles.layout import SPAN
+from pallas_kernels.readers.shared import soft_capped
+
+Keys = GroupedKeys | CodebookKeys | DenseKeys
+Values = GroupedValues | CodebookValues | DenseValues
+_SIDES: dict[type[Reader], tuple[Any, Any]] = {
+    GroupedReader: (GroupedKeys, GroupedValues),
+    CodebookReader: (CodebookKeys, CodebookValues),
+    DenseReader: (DenseKeys, DenseValues),
+}
 
 
 def interpreted() -> Any:
@@ -50,33 +58,31 @@ def interpreted() -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """Four warps that read tiles together, and all that their steps share."""
+    """Four warps that read tiles together, and all that their steps share. A warp reads spans of
+    `span` tokens."""
 
-    keys: GroupedKeys
-    values: GroupedValues
+    keys: Keys
+    values: Values
     tuning: Tuning
     columns: int
-    spans: int  # of the capacity
+    span: int
+    capacity: int
     soft_cap: float | None
     ops: Matrices
     arrays: tuple[Sequence[Any], Sequence[Any]]
     buffers: tuple[Sequence[Any], Sequence[Any]]
     barriers: Any
 
-    @property
-    def _tile_spans(self) -> int:
-        return self.tuning.tile // SPAN
-
     def _start(self, tile: Any) -> Any:
-        """Return the first span of a tile. The last tile moves back to stay inside the arrays."""
-        return jnp.minimum(tile * self._tile_spans, self.spans - self._tile_spans)
+        """Return the first token of a tile. The last tile moves back to stay inside the arrays."""
+        return jnp.minimum(tile * self.tuning.tile, self.capacity - self.tuning.tile)
 
     def fetch(self, run: TileRun, tile: Any, slot: Any) -> None:
-        spans = pl.ds(self._start(tile), self._tile_spans)
+        tokens = pl.ds(self._start(tile), self.tuning.tile)
         for side, arrays, buffers in zip(
             (self.keys, self.values), self.arrays, self.buffers, strict=True
         ):
-            for source, target in side.copies(arrays, buffers, (run.row, run.head), spans, slot):
+            for source, target in side.copies(arrays, buffers, (run.row, run.head), tokens, slot):
                 if self.barriers is None:
                     inside = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
                     plgpu.copy_gmem_to_smem(source, target, oob_mode=inside)
@@ -105,9 +111,9 @@ class Block:
         def _() -> None:
             plgpu.wait_gmem_to_smem(0)
 
-    def attend(self, run: TileRun, query: Any) -> Any:
+    def attend(self, run: TileRun, query: Any, table: Any) -> Any:
         """Return each warp's largest scores, sums of weights by row, and sums of values by
-        chunk."""
+        chunk. `query` is opened by the keys, `table` by the values."""
         stages, size = self.tuning.stages, self.tuning.tile
         end = jnp.minimum(run.end, jnp.maximum(run.first, lax.div(run.limit, jnp.int32(size))))
         skipped, whole = run.whole(size, end)
@@ -131,7 +137,7 @@ class Block:
             tile, slot = tile_of(visit), lax.rem(visit - run.first, stages)
             self.wait(visit, slot, run.end)
             begin = tile * size if masked else None
-            carry = self._step(self._start(tile) * SPAN, begin, run, slot, query, carry)
+            carry = self._step(self._start(tile), begin, run, slot, query, table, carry)
 
             @pl.when(visit + stages < run.end)
             def _() -> None:
@@ -140,25 +146,28 @@ class Block:
 
             return carry
 
-        layout = self.values.layout
+        chunks, width = self.values.chunks
         carry = (
             plgpu.layout_cast(jnp.full((WARPS, self.columns), NEG_INF, jnp.float32), OF_ALL_ROWS),
             splat((WARPS, SIDE, self.columns), 0.0),
-            *[splat((WARPS, layout.width, self.columns), 0.0)] * layout.chunks,
+            *[splat((WARPS, width, self.columns), 0.0)] * chunks,
         )
         masked_from = run.first + whole - skipped
         carry = lax.fori_loop(run.first, masked_from, functools.partial(step, masked=False), carry)
         return lax.fori_loop(masked_from, run.end, functools.partial(step, masked=True), carry)
 
-    def _step(self, start: Any, begin: Any, run: TileRun, slot: Any, query: Any, carry: Any) -> Any:
+    def _step(
+        self, start: Any, begin: Any, run: TileRun, slot: Any, query: Any, table: Any, carry: Any
+    ) -> Any:
         """Read a tile. Only tokens from `begin` on that the run has count, or all if `begin` is
         None."""
         largest, total, *sums = carry
         keys, values = self.buffers
-        masked = begin is not None
+        masked, size = begin is not None, WARPS * self.span
+        ends = (run.lower, run.limit) if masked else ()
         stripes = [
-            Stripe(slot, i, start + STRIPE * i, *((run.lower, run.limit) if masked else ()))
-            for i in range(self.tuning.tile // STRIPE)
+            Stripe(slot, i, start + size * i, self.span, *ends)
+            for i in range(self.tuning.tile // size)
         ]
         scores = [self.keys.scores(query, keys, stripe, self.ops) for stripe in stripes]
         if self.soft_cap is not None:
@@ -166,20 +175,20 @@ class Block:
         if masked:
             begin = begin if run.lower is None else jnp.maximum(begin, run.lower)
             for i, stripe in enumerate(stripes):
-                token = stripe.start + token_numbers(scores[i].shape, 1)
+                token = stripe.start + stripe.token_numbers(scores[i].shape, 1)
                 scores[i] = jnp.where((token >= begin) & (token < run.limit), scores[i], NEG_INF)
         top = functools.reduce(jnp.maximum, scores)
         new = jnp.maximum(largest, jnp.max(top, axis=1) - WEIGHT_EXPONENT)
         shrink = jnp.exp2(largest - new)
-        weights = [jnp.exp2(s - on_rows(new, SPAN)) for s in scores]
+        weights = [jnp.exp2(s - on_rows(new, self.span)) for s in scores]
         total = total * on_rows(shrink, SIDE)
         for w in weights:
-            for i in range(0, SPAN, SIDE):
+            for i in range(0, self.span, SIDE):
                 total = total + w[:, i : i + SIDE]
         sums = [x * on_rows(shrink, x.shape[1]) for x in sums]
         for stripe, w in zip(stripes, weights, strict=True):
-            half = self.ops.transposed(w.astype(jnp.float16))
-            sums = self.values.weigh(half, values, stripe, sums, self.ops)
+            half = self.ops.transposed(w.astype(self.values.weights_dtype))
+            sums = self.values.weigh(half, values, stripe, sums, table, self.ops)
         return (new, total, *sums)
 
 
@@ -210,8 +219,8 @@ def _on_side(x: jax.Array) -> jax.Array:
 
 def attention_in_pieces(
     q: Float[Array, "B K G H"],
-    keys: tuple[GroupedReader, Sequence[Array]],
-    values: tuple[GroupedReader, Sequence[Array]],
+    keys: tuple[Reader, Sequence[Array]],
+    values: tuple[Reader, Sequence[Array]],
     limits: Int[Array, " B"],
     *,
     capacity: int,
@@ -232,31 +241,43 @@ def attention_in_pieces(
     """
     batch, heads, group, channels = q.shape
     columns, real = (8 if group <= 8 else 16), pl.next_power_of_2(group)
-    k, v = GroupedKeys(keys[0]), GroupedValues(values[0])
+    span = span_of(keys[0], values[0])
+    k, v = (
+        _SIDES[type(reader)][side].of(reader, span)
+        for side, reader in enumerate((keys[0], values[0]))
+    )
     limits, segments = limits.astype(jnp.int32), 1
     if lower is not None:
         limits, segments = lower.places(limits), lower.segments
     padded = jnp.pad(q.astype(jnp.float32), ((0, 0), (0, 0), (0, columns - group), (0, 0)))
-    planes = query_planes(padded, k.layout.chunks)
+    planes = k.query(padded)
     programs = tuning.programs(batch * heads, capacity)
     windowed = lower is not None
     schedule = Schedule(programs, tuning.tile, batch * segments, heads, segments, windowed)
     arrays = k.views(keys[1]), v.views(values[1])
+    tables = k.constants(keys[1]), v.constants(values[1])
     counts = len(arrays[0]), len(arrays[1])
-    buffers = [side.buffers(tuning.stages, tuning.tile // SPAN) for side in (k, v)]
+    buffers = [
+        side.buffers(of_side, tuning.stages, tuning.tile)
+        for side, of_side in zip((k, v), arrays, strict=True)
+    ]
     barriers = [plgpu.Barrier(num_arrivals=sum(counts), num_barriers=tuning.stages)]
 
     def decode_attention(limits_ref: Any, q_ref: Any, *refs: Any) -> None:
+        of_tables = refs[: len(tables[0])], refs[len(tables[0]) : sum(map(len, tables))]
+        refs = refs[sum(map(len, tables)) :]
         inputs, refs = refs[: sum(counts)], refs[sum(counts) :]
         outputs, scratch = refs[:3], refs[3:]
+        ops = Matrices(bool(interpret))
         block = Block(
             k,
             v,
             tuning,
             columns,
-            capacity // SPAN,
+            span,
+            capacity,
             soft_cap,
-            Matrices(bool(interpret)),
+            ops,
             (inputs[: counts[0]], inputs[counts[0] :]),
             (scratch[: counts[0]], scratch[counts[0] : sum(counts)]),
             scratch[sum(counts)] if bulk else None,
@@ -269,12 +290,15 @@ def attention_in_pieces(
                 on_warps(
                     plgpu.load(q_ref.at[run.row, run.head, c], layout=OF_ALL_WARPS, optimized=False)
                 )
-                for c in range(k.layout.chunks)
+                for c in range(k.chunks[0])
             ]
-            carry = block.attend(run, k.opened(planes, block.ops))
+            k_table, v_table = (
+                side.table(refs, ops) for side, refs in zip((k, v), of_tables, strict=True)
+            )
+            carry = block.attend(run, k.opened(planes, k_table, ops), v_table)
             m_ref, l_ref, o_ref = outputs
             row = pl.ds(place, 1)
-            store_merged((m_ref.at[row], l_ref.at[row], o_ref.at[place]), carry, block.ops)
+            store_merged((m_ref.at[row], l_ref.at[row], o_ref.at[place]), carry, ops)
 
         Walk(schedule, limits_ref).for_each_run(lax.axis_index("block"), read)
 
@@ -294,5 +318,5 @@ def attention_in_pieces(
         interpret=interpret,
     )
     with jax.enable_x64(False):
-        m, l, o = call(limits, planes, *arrays[0], *arrays[1])
+        m, l, o = call(limits, planes, *tables[0], *tables[1], *arrays[0], *arrays[1])
     return Pieces(m, l, o, limits, schedule)

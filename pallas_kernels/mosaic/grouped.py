@@ -29,53 +29,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic.matrices import Matrices, splat
-from pallas_kernels.mosaic.registers import LANES, ROWS, SIDE, WARPS
+from pallas_kernels.mosaic.registers import ROWS, SIDE, WARPS
+from pallas_kernels.mosaic.stripes import Stripe, entry
 from pallas_kernels.readers.grouped import GroupedReader
+from pallas_kernels.readers.shared import query_planes
 from pallas_kernels.tiles.layout import SPAN, PlaneLayout
-
-STRIPE = WARPS * SPAN  # tokens
-
-
-@dataclasses.dataclass(frozen=True)
-class Stripe:
-    """WARPS neighbouring spans of tokens in the buffers, one for each warp.
-
-    Args:
-        slot: of the buffers.
-        number: of the stripe in its tile.
-        start: the first token.
-        lower: tokens before it do not count and may hold anything. None if there are none.
-        limit: the same for tokens from here on. None if all tokens count.
-    """
-
-    slot: Any
-    number: int
-    start: Any
-    lower: Any = None
-    limit: Any = None
-
-    @property
-    def spans(self) -> Any:
-        return pl.ds(WARPS * self.number, WARPS)
-
-    def zero_dead(self, x: jax.Array, tokens: int | None) -> jax.Array:
-        """Replace numbers [WARPS, rows, columns] that belong to no live token by 0. `tokens` is the
-        axis of the tokens, or None if numbers belong to the whole span of a warp."""
-        if self.limit is None:
-            return x
-        at = self.start + token_numbers(x.shape, tokens)
-        live = at < self.limit
-        if self.lower is not None:
-            live &= at > self.lower - (1 if tokens is not None else SPAN)
-        return jnp.where(live, x, jnp.zeros_like(x))
-
-
-def token_numbers(shape: tuple[int, ...], axis: int | None) -> jax.Array:
-    """Return the tokens of a stripe by warp and, along `axis`, by their place in the span."""
-    spans = SPAN * plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=LANES)
-    if axis is None:
-        return spans
-    return spans + plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=LANES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +41,12 @@ class GroupedSide:
     """The stored arrays of one side, and their buffers in shared memory."""
 
     reader: GroupedReader
+
+    @classmethod
+    def of(cls, reader: Any, span: int) -> Any:
+        """Return the side of a reader. `span` is the tokens of a warp."""
+        assert span == SPAN, "packed rows come in whole spans"
+        return cls(reader)
 
     @property
     def layout(self) -> PlaneLayout:
@@ -109,6 +73,18 @@ class GroupedSide:
         per_group = self.reader.group // self.layout.width
         return range(group * per_group, (group + 1) * per_group)
 
+    @property
+    def chunks(self) -> tuple[int, int]:
+        return self.layout.chunks, self.layout.width
+
+    def table(self, refs: Sequence[Any], ops: Matrices) -> Any:
+        """Return what `opened` or `weigh` takes of the `constants`."""
+        return None
+
+    def constants(self, stored: Sequence[jax.Array]) -> list[jax.Array]:
+        """Return the arrays that a kernel reads once, before its loop."""
+        return []
+
     def views(self, stored: Sequence[jax.Array]) -> list[jax.Array]:
         """Give spans an axis of their own, without a copy: words [B, K, spans, rows, words], and
         scales [B, K, groups, spans, SPAN] or [B, K, spans / together, channels]."""
@@ -121,9 +97,9 @@ class GroupedSide:
             views.append(scale.reshape(shape))
         return views
 
-    def buffers(self, slots: int, spans: int) -> list[Any]:
-        """Return the shared memory for `slots` tiles of so many spans."""
-        rows = SPAN // self.layout.slots
+    def buffers(self, arrays: Sequence[jax.Array], slots: int, tokens: int) -> list[Any]:
+        """Return the shared memory for `slots` tiles of so many tokens of `views`."""
+        spans, rows = tokens // SPAN, SPAN // self.layout.slots
         sets = [
             plgpu.SMEM((slots, spans, rows, self.layout.words(bits)), jnp.int16)
             for bits in self.layout.sets
@@ -136,20 +112,22 @@ class GroupedSide:
         return [*sets, *[plgpu.SMEM(shape, jnp.uint16)] * (2 if self.asymmetric else 1)]
 
     def copies(
-        self, arrays: Sequence[Any], buffers: Sequence[Any], unit: Any, spans: Any, slot: Any
+        self, arrays: Sequence[Any], buffers: Sequence[Any], unit: Any, tokens: Any, slot: Any
     ) -> Iterator[tuple[Any, Any]]:
-        """Return what a tile of one unit's spans is copied from and to."""
-        sets, groups = len(self.layout.sets), spans
-        if self.together > 1:
-            first = lax.div(spans.start, jnp.int32(self.together))
-            groups = pl.ds(first, spans.size // self.together)
+        """Return what a tile of one unit's tokens is copied from and to."""
+        sets = len(self.layout.sets)
+
+        def every(size: int) -> Any:
+            return pl.ds(lax.div(tokens.start, jnp.int32(size)), tokens.size // size)
+
+        spans, groups = every(SPAN), every(SPAN * self.together)
         for i, (array, buffer) in enumerate(zip(arrays, buffers, strict=True)):
             if i < sets:
                 source = array.at[*unit, spans]
             elif self.reader.axis == "channels":
-                source = array.at[*unit, :, spans]
+                source = array.at[*entry(array, unit), :, spans]
             else:
-                source = array.at[*unit, groups]
+                source = array.at[*entry(array, unit), groups]
             yield source, buffer.at[slot]
 
     def _words(self, buffers: Sequence[Any], stripe: Stripe) -> list[Any]:
@@ -173,15 +151,23 @@ class GroupedSide:
     def _chunk(self, chunk: int) -> slice:
         return slice(self.layout.width * chunk, self.layout.width * (chunk + 1))
 
+    def _numbers(self, words: Any, table: Any, axis: int, ops: Matrices) -> list[jax.Array]:
+        """Return `offset` plus the number of each code, by chunks. `axis` is the tokens'."""
+        return [ops.codes(words, self.layout, c, axis) for c in range(self.layout.chunks)]
+
 
 class GroupedKeys(GroupedSide):
     """Scores of a stripe."""
 
-    def opened(self, planes: Sequence[jax.Array], ops: Matrices) -> Any:
-        """Return the query argument of `scores` from chunks [WARPS, columns, width] of queries. A
-        kernel calls this once, before its loop."""
+    def query(self, q: jax.Array) -> jax.Array:
+        """Return queries [B, K, columns, H] in chunks [B, K, chunks, columns, width]."""
+        return query_planes(q, self.layout.chunks)
+
+    def opened(self, planes: Sequence[jax.Array], table: Any, ops: Matrices) -> Any:
+        """Return the query argument of `scores` from chunks [WARPS, columns, width] of queries and
+        the `constants`. A kernel calls this once, before its loop."""
         if self.reader.axis == "tokens":
-            return planes, None, None
+            return planes, None, None, table
         none = splat((WARPS, ROWS, planes[0].shape[1]), 0.0)
 
         def total(factor: Callable[[int], float], group: int) -> jax.Array:
@@ -198,7 +184,7 @@ class GroupedKeys(GroupedSide):
             for slot in range(self.layout.slots)
         ]
         sums = [total(lambda c: 1.0, g) for g in range(self.groups)] if self.asymmetric else None
-        return planes, starts, sums
+        return planes, starts, sums, table
 
     def _constant(self, value: float, ops: Matrices) -> jax.Array:
         return ops.constants([value] * (self.layout.width // SIDE))
@@ -215,13 +201,13 @@ class GroupedKeys(GroupedSide):
     def _of_channels(
         self, words: Any, query: Any, buffers: Sequence[Any], stripe: Stripe, ops: Matrices
     ) -> jax.Array:
-        planes, starts, sums = query
-        columns = planes[0].shape[1]
+        planes, starts, sums, table = query
+        columns, numbers = planes[0].shape[1], self._numbers(words, table, 1, ops)
         total = None
         for group in range(self.groups):
             part = ops.stacked([of_slot[group] for of_slot in starts], SPAN)
             for c in self.chunks_of(group):
-                part = ops.product(part, ops.codes(words, self.layout, c, 1), planes[c])
+                part = ops.product(part, numbers[c], planes[c])
             scale, *zeros = self._scales(
                 buffers, stripe, lambda ref: ops.load_columns(ref, columns), group
             )
@@ -257,12 +243,15 @@ class GroupedKeys(GroupedSide):
 class GroupedValues(GroupedSide):
     """Weighted values of a stripe."""
 
+    weights_dtype = jnp.float16
+
     def weigh(
         self,
         weights: jax.Array,
         buffers: Sequence[Any],
         stripe: Stripe,
         sums: Sequence[jax.Array],
+        table: Any,
         ops: Matrices,
     ) -> list[jax.Array]:
         """Add a stripe's values to `sums` [WARPS, width, columns], one for each chunk, weighted by
@@ -270,7 +259,8 @@ class GroupedValues(GroupedSide):
         words = [ops.load(ref, transposed=True) for ref in self._words(buffers, stripe)]
         if self.reader.axis == "tokens":
             return self._of_tokens(words, weights, buffers, stripe, sums, ops)
-        return self._of_channels(words, weights, buffers, stripe, sums, ops)
+        numbers = self._numbers(words, table, 2, ops)
+        return self._of_channels(numbers, weights, buffers, stripe, sums, ops)
 
     def _offsets(self, chunk: int, ops: Matrices) -> jax.Array:
         """Return the offsets of a chunk's codes by token, the same in SIDE rows."""
@@ -301,7 +291,7 @@ class GroupedValues(GroupedSide):
         return added
 
     def _of_channels(
-        self, words: Any, weights: Any, buffers: Any, stripe: Stripe, sums: Any, ops: Matrices
+        self, numbers: Any, weights: Any, buffers: Any, stripe: Stripe, sums: Any, ops: Matrices
     ) -> list[jax.Array]:
         width = self.layout.width
         added = list(sums)
@@ -312,8 +302,10 @@ class GroupedValues(GroupedSide):
             )
             scale, *zeros = (ops.stacked([x], width) for x in (scale, *zeros))
             for c in self.chunks_of(group):
-                codes = ops.codes(words, self.layout, c, 2)
-                values = (codes - ops.stacked([self._offsets(c, ops)], width)) * scale
+                values = numbers[c]
+                if any(self.offset(slot, c) for slot in range(self.layout.slots)):
+                    values = values - ops.stacked([self._offsets(c, ops)], width)
+                values = values * scale
                 for zero in zeros:
                     values = values + zero
                 added[c] = ops.product(added[c], values, weights)

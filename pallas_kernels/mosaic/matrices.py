@@ -55,6 +55,7 @@ from pallas_kernels.mosaic.registers import (
     ldmatrix,
     less,
     matrices_of,
+    matrices_of_rows,
     mma,
     objects,
     place_in_matrix,
@@ -103,6 +104,24 @@ class Matrices:
             rows, columns = (size // SIDE for size in ir.MemRefType(ref.type).shape[1:])
             registers = registers.reshape(rows, columns)
             return fragment(registers.T if transposed else registers, shape, ref_dtype(ref))
+
+        return matrices(ref)
+
+    def load_tile(self, ref: Any, rows: int, dtype: Any, transposed: bool = False) -> jax.Array:
+        """Load 16-bit numbers [WARPS, rows, columns] from [WARPS * rows, columns] in shared memory,
+        or the transpose of each warp's. The bits of `dtype` may be stored as integers."""
+        shape = (WARPS, rows, ref.shape[1])
+        shape = _swapped(shape) if transposed else shape
+        if self.interpret:
+            x = lax.bitcast_convert_type(ref[...], dtype).reshape(WARPS, rows, -1)
+            return jnp.swapaxes(x, 1, 2) if transposed else x
+
+        @_inline((plgpu.RefType(),), shape, dtype)
+        def matrices(ctx: Any, ref: ir.Value) -> mgpu.FragmentedArray:
+            kind = utils.dtype_to_ir_type(dtype)
+            registers = cast(ldmatrix(ref, matrices_of_rows(ref, rows), transposed), kind)
+            registers = registers.reshape(rows // SIDE, -1)
+            return fragment(registers.T if transposed else registers, shape, kind)
 
         return matrices(ref)
 
@@ -162,7 +181,7 @@ class Matrices:
         shape[3 - tokens] = layout.width
         if self.interpret:
             return jnp.concatenate(
-                [_code_numbers(words, field, layout.width, 3 - tokens) for field in fields], tokens
+                [code_numbers(words, field, layout.width, 3 - tokens) for field in fields], tokens
             )
 
         @_inline((LANES,) * len(words), tuple(shape), jnp.float16)
@@ -286,7 +305,9 @@ def _swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape[0], shape[2], shape[1]
 
 
-def _code_numbers(words: Sequence[jax.Array], field: Field, width: int, axis: int) -> jax.Array:
+def code_numbers(words: Sequence[jax.Array], field: Field, width: int, axis: int) -> jax.Array:
+    """Return bias + code of a field of interpreted words, fp16. `axis` is the channels'."""
+
     def bits(tile: int, shift: int, mask: int, of_set: int) -> jax.Array:
         tile_words = lax.slice_in_dim(words[of_set], tile * width, (tile + 1) * width, axis=axis)
         wide = lax.bitcast_convert_type(tile_words, jnp.uint16).astype(jnp.uint32)

@@ -26,6 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.mosaic.matrices import in_lanes
 from pallas_kernels.mosaic.registers import LANES, WARPS
 from pallas_kernels.mosaic.rows import Rows
+from pallas_kernels.mosaic.stripes import entry
 from pallas_kernels.quantize.rounding import (
     Job,
     Quantizer,
@@ -35,22 +36,27 @@ from pallas_kernels.quantize.rounding import (
     within_limit,
 )
 from pallas_kernels.quantize.words import LevelWriter
-from pallas_kernels.tiles.layout import SPAN
+from pallas_kernels.tiles.layout import SPAN, PlaneLayout
 
 
 class _Job(Job):
     """The arithmetic of a job in operations that Mosaic GPU has."""
 
     def _scale(self, scale: jax.Array) -> jax.Array:
-        """Return `stored_scale`, with a ceiling made of a rounding."""
-        if self.reader.scale_dtype == "float16":
-            normal, least = 2.0**-14, 2.0**-24
-            steps = scale / least
-            whole = lax.round(steps, lax.RoundingMethod.TO_NEAREST_EVEN)
-            above = jnp.where(whole < steps, whole + 1, whole) * least
-            small = jnp.where(scale * self.reach < least / 2, 0.0, above)
-            scale = jnp.where(scale < normal, small, scale)
-        return self.stored(scale)
+        return stored_scale(scale, self.reader.scale_dtype, self.reach)
+
+
+def stored_scale(scale: jax.Array, dtype: str, steps: int) -> jax.Array:
+    """Return pallas_kernels.stored_scales.stored_scale in fp32, with a ceiling made of a
+    rounding."""
+    if dtype == "float16":
+        normal, least = 2.0**-14, 2.0**-24
+        units = scale / least
+        whole = lax.round(units, lax.RoundingMethod.TO_NEAREST_EVEN)
+        above = jnp.where(whole < units, whole + 1, whole) * least
+        small = jnp.where(scale * steps < least / 2, 0.0, above)
+        scale = jnp.where(scale < normal, small, scale)
+    return scale.astype(dtype).astype(jnp.float32)
 
 
 class Spans(NamedTuple):
@@ -82,94 +88,114 @@ def quantize_spans(spans: Spans, job: Job, stride: int, interpret: bool) -> None
     """
     fields: dict[str, Any] = {f.name: getattr(job, f.name) for f in dataclasses.fields(Job)}
     fields["asm"] = False
-    work = _Work(spans, _Job(**fields), stride, interpret)
+    access = SpanAccess(spans, job.reader.layout, stride, interpret)
+    work = _Work(access, _Job(**fields))
     work.over_tokens() if job.reader.axis == "tokens" else work.over_channels()
 
 
 @dataclasses.dataclass(frozen=True)
-class _Work:
+class SpanAccess:
+    """Loads and stores of spans, for codes of a layout."""
+
     spans: Spans
-    job: Job
+    layout: PlaneLayout
     stride: int
     interpret: bool
 
     @property
-    def _run(self) -> int:
+    def run(self) -> int:
         """Return the tokens of a slot."""
-        return SPAN // self.job.reader.layout.slots
+        return SPAN // self.layout.slots
 
-    def _rows(self, per: int) -> Rows:
+    @property
+    def reach(self) -> int:
+        """Return the tokens from the first warp's slot to the end of the last warp's."""
+        return self.stride * (WARPS - 1) + self.run
+
+    def rows(self, per: int) -> Rows:
         """Return the operations on rows of arrays that have one row for `per` tokens."""
         return Rows(self.interpret, self.stride // per)
 
-    def _columns(self, chunk: int) -> Any:
-        width = self.job.reader.layout.width
-        return pl.ds(chunk * width, width)
+    def columns(self, chunk: int) -> Any:
+        return pl.ds(chunk * self.layout.width, self.layout.width)
 
-    def _load(self, slot: int, chunk: int) -> jax.Array:
+    def load(self, slot: int, chunk: int) -> jax.Array:
         """Load the rows of a slot's tokens and a chunk of channels, in fp32."""
-        first, columns = slot * self._run, self._columns(chunk)
-        reach = self.stride * (WARPS - 1) + self._run
+        first, columns = slot * self.run, self.columns(chunk)
         once = Rows(self.interpret, 0)
         skip = None if self.spans.new is None else self.spans.new - first
-        x = self._rows(1).load(self.spans.rows.at[pl.ds(first, reach), columns], self._run, skip)
+        of_slot = self.spans.rows.at[pl.ds(first, self.reach), columns]
+        x = self.rows(1).load(of_slot, self.run, skip)
         if self.spans.new is not None:
-            new = once.load(self.spans.new_row.at[:, columns], self._run)
+            new = once.load(self.spans.new_row.at[:, columns], self.run)
             token = first + plgpu.broadcasted_iota(jnp.int32, x.shape, 1, layout=LANES)
             x = jnp.where(token == self.spans.new, new, x)
         x = x.astype(jnp.float32)
         if self.spans.divisor is None:
             return x
-        return x * (1.0 / once.load(self.spans.divisor.at[:, columns], self._run))
+        return x * (1.0 / once.load(self.spans.divisor.at[:, columns], self.run))
 
-    def _words(self) -> LevelWriter:
-        layout = self.job.reader.layout
-        rows = self._rows(layout.slots)
-        reach = rows.stride * (WARPS - 1) + self._run
+    def words(self) -> LevelWriter:
+        rows = self.rows(self.layout.slots)
+        reach = rows.stride * (WARPS - 1) + self.run
 
         def store(plane_set: int, tile: int, word: jax.Array) -> None:
-            at = pl.ds(0, reach), self._columns(tile)
+            at = pl.ds(0, reach), self.columns(tile)
             rows.store(self.spans.words[plane_set].at[at], word)
 
-        return LevelWriter(layout, store)
+        return LevelWriter(self.layout, store)
+
+    def groups(self, channels: int) -> list[tuple[int, int, range]]:
+        """Return the slot, the number and the chunks of each group of so many channels, in the
+        order of tiles, so that few words are open at a time."""
+        per_group = channels // self.layout.width
+        units = [
+            (slot, group, range(group * per_group, (group + 1) * per_group))
+            for slot in range(self.layout.slots)
+            for group in range(self.layout.chunks // per_group)
+        ]
+        return sorted(units, key=lambda unit: self.layout.field(unit[0], unit[2].start).tile)
+
+    def store_scales(self, slot: int, group: int, scales: Sequence[jax.Array]) -> None:
+        """Store the first columns of scales, and of zero points, of a slot's tokens."""
+        for ref, x in zip(self.spans.scales, scales, strict=False):
+            at = group, pl.ds(slot * self.run, self.reach)
+            self.rows(1).store_column(ref.at[at], x.astype(ref.dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Work:
+    access: SpanAccess
+    job: Job
 
     def over_channels(self) -> None:
         """Quantize groups of channels, one after the other, as `channel_kernel` does."""
-        layout, words = self.job.reader.layout, self._words()
-        per_group = self.job.reader.group // layout.width
-        units = [
-            (slot, g) for slot in range(layout.slots) for g in range(layout.chunks // per_group)
-        ]
-        reach = self.stride * (WARPS - 1) + self._run
-        # In the order of tiles, so that few words are open at a time.
-        units.sort(key=lambda unit: layout.field(unit[0], unit[1] * per_group).tile)
-        for slot, group in units:
-            chunks = range(group * per_group, (group + 1) * per_group)
-            tiles = [self._load(slot, c) for c in chunks]
+        words = self.access.words()
+        for slot, group, chunks in self.access.groups(self.job.reader.group):
+            tiles = [self.access.load(slot, c) for c in chunks]
             quantizer, clean = _quantizer_of(tiles, self.job, 2)
             for c, x in zip(chunks, tiles, strict=True):
                 words.add(slot, c, self.job.levels(clean(x), quantizer))
-            for ref, x in zip(self.spans.scales, (quantizer.scale, quantizer.zero), strict=False):
-                at = group, pl.ds(slot * self._run, reach)
-                self._rows(1).store_column(ref.at[at], x.astype(ref.dtype))
+            self.access.store_scales(slot, group, (quantizer.scale, quantizer.zero))
 
     def over_tokens(self) -> None:
         """Quantize groups of the tokens of a span: first the scales of all channels, then the
         codes, from rows that are read again."""
-        layout, words = self.job.reader.layout, self._words()
-        rows = self._rows(SPAN)
+        layout, access, words = self.access.layout, self.access, self.access.words()
+        rows = access.rows(SPAN)
         quantizers = []
         for c in range(layout.chunks):
-            tiles = [self._load(slot, c) for slot in range(layout.slots)]
+            tiles = [access.load(slot, c) for slot in range(layout.slots)]
             quantizer, clean = _quantizer_of(tiles, self.job, 1)
             quantizers.append((quantizer, clean))
-            for ref, x in zip(self.spans.scales, (quantizer.scale, quantizer.zero), strict=False):
-                at = pl.ds(0, rows.stride * (WARPS - 1) + 1), self._columns(c)
+            scales = quantizer.scale, quantizer.zero
+            for ref, x in zip(access.spans.scales, scales, strict=False):
+                at = pl.ds(0, rows.stride * (WARPS - 1) + 1), access.columns(c)
                 rows.store(ref.at[at], x.astype(ref.dtype), 1)
         places = [(slot, c) for slot in range(layout.slots) for c in range(layout.chunks)]
         for slot, c in sorted(places, key=lambda place: layout.field(*place).tile):
             quantizer, clean = quantizers[c]
-            words.add(slot, c, self.job.levels(clean(self._load(slot, c)), quantizer))
+            words.add(slot, c, self.job.levels(clean(access.load(slot, c)), quantizer))
 
 
 def _quantizer_of(
@@ -237,7 +263,7 @@ def packed(
         else:
             scales = [ref.at[(*unit, slice(None), part(1))] for ref in out[sets:]]
         words = [ref.at[(*unit, part(layout.slots))] for ref in out[:sets]]
-        factors = entry(more[0], unit) if more else None
+        factors = more[0].at[entry(more[0], unit)] if more else None
         spans = Spans(row_ref.at[(*unit, part(1))], factors, words, scales)
         quantize_spans(spans, job, stride, bool(interpret))
 
@@ -251,8 +277,3 @@ def packed(
     )
     with jax.enable_x64(False):
         return call(*inputs)
-
-
-def entry(ref: Any, unit: tuple[Any, Any]) -> Any:
-    """Return the entry of an array whose leading axes may be 1 long."""
-    return ref.at[tuple(0 if size == 1 else at for size, at in zip(ref.shape, unit, strict=False))]

@@ -171,6 +171,15 @@ def matrices_of(ref: ir.Value) -> _Places:
     return _Places(tuple(starts), row, warp)
 
 
+def matrices_of_rows(ref: ir.Value, rows: int) -> _Places:
+    """Return the matrices of a warp's rows in an array [WARPS * rows, columns]."""
+    kind = ir.MemRefType(ref.type)
+    columns, (row, column) = kind.shape[1], kind.get_strides_and_offset()[0]
+    assert column == 1, "rows are contiguous"
+    starts = [SIDE * (row * i + j) for i in range(rows // SIDE) for j in range(columns // SIDE)]
+    return _Places(tuple(starts), row, row * rows)
+
+
 def vectors_of(ref: ir.Value, times: int = 1) -> _Places:
     kind = ir.MemRefType(ref.type)
     (entries, size), (stride, element) = kind.shape, kind.get_strides_and_offset()[0]

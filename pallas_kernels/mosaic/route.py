@@ -1,5 +1,5 @@
-"""The choice between the two routes to a GPU: Mosaic GPU reads bodies in uniform groups, Triton the
-rest.
+"""The choice between the two routes to a GPU: Mosaic GPU reads bodies in uniform groups, in tables
+and in full precision, Triton the rest.
 
 This module imports no Mosaic GPU, which JAX has from 0.11 on.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,8 +21,10 @@ from pallas_kernels.decode_attention.schedule import Pieces
 from pallas_kernels.decode_attention.tuning import SHARED_BYTES, Tuning
 from pallas_kernels.launch import Launch
 from pallas_kernels.readers.base import Reader
+from pallas_kernels.readers.codebook import CodebookReader
+from pallas_kernels.readers.dense import DenseReader
 from pallas_kernels.readers.grouped import GroupedReader
-from pallas_kernels.tiles.layout import SPAN, SUPPORTED_BITS
+from pallas_kernels.tiles.layout import SPAN, SUPPORTED_BITS, TABLE_BITS
 
 OLDEST_JAX = (0, 11, 0)
 HEAD_DIMS = (64, 128, 256)
@@ -45,28 +48,72 @@ def missing() -> str | None:
     return None
 
 
-def unsupported(k: Reader, v: Reader, group: int, capacity: int) -> str | None:
+def unsupported(
+    k: Reader, v: Reader, group: int, capacity: int, capability: str | None = None
+) -> str | None:
     """Return, in one line, why Mosaic GPU does not read this body, or None if it does.
 
     Args:
         k, v: the readers of keys and values.
         group: query heads for each KV head.
         capacity: tokens.
+        capability: the compute capability of the GPU, or None for any with a copy engine.
     """
     for name, reader in (("k", k), ("v", v)):
-        if not isinstance(reader, GroupedReader):
-            return f"{name}: {type(reader).__name__}, not uniform groups"
-        if reader.layout.bits not in SUPPORTED_BITS or reader.layout.channels not in HEAD_DIMS:
-            return f"{name}: {reader.layout.bits} bits at head dim {reader.layout.channels}"
-        if reader.axis == "tokens" and STRIPE % reader.group:
-            return f"{name}: groups of {reader.group} tokens, which do not divide {STRIPE}"
-        if reader.scale_dtype != "float16":
-            return f"{name}: scales in {reader.scale_dtype}, not in float16"
-        if reason := _crowded(reader.layout.channels, group):
-            return reason
-    if capacity < STRIPE:
-        return f"a body of {capacity} tokens, fewer than one tile of {STRIPE}"
+        if reason := _unread(reader) or _crowded(math.prod(reader.chunks), group):
+            return f"{name}: {reason}"
+    least, stripe = least_tile(k, v, capability or str(BULK)), WARPS * span_of(k, v)
+    if capacity < least:
+        return f"a body of {capacity} tokens, fewer than one tile of {least}"
+    if least > 2 * stripe:
+        return f"so few scales that GPUs without a copy engine need tiles of {least} tokens"
     return None
+
+
+def least_tile(k: Reader, v: Reader, capability: str) -> int:
+    """Return the fewest tokens of a tile. Without a copy engine, each of a block's threads copies
+    at least two of a tile's scales, or zero points."""
+    stripe = WARPS * span_of(k, v)
+    if float(capability) >= BULK:
+        return stripe
+    scaled = [reader for reader in (k, v) if isinstance(reader, (GroupedReader, CodebookReader))]
+    threads = 32 * WARPS
+    return max([stripe, *(2 * threads * r.group // r.layout.channels for r in scaled)])
+
+
+def unserved(k: Reader, v: Reader, group: int, capacity: int) -> str | None:
+    """Return, in one line, why Mosaic GPU does not do all of a decode step over this body, or None
+    if it does, but for blocks that `unwritten` names, which XLA writes."""
+    for name, reader in (("k", k), ("v", v)):
+        if isinstance(reader, GroupedReader) and (reason := unquantized(reader)):
+            return f"{name}: {reason}"
+    return unsupported(k, v, group, capacity)
+
+
+def _unread(reader: Reader) -> str | None:
+    """Return, in one line, why Mosaic GPU does not read this side, or None if it does."""
+    if isinstance(reader, DenseReader):
+        return None if reader.channels in HEAD_DIMS else f"head dim {reader.channels}"
+    if not isinstance(reader, (GroupedReader, CodebookReader)):
+        return f"{type(reader).__name__}, not uniform groups, tables or rows"
+    served = SUPPORTED_BITS if isinstance(reader, GroupedReader) else TABLE_BITS
+    if reader.layout.bits not in served or reader.layout.channels not in HEAD_DIMS:
+        return f"{reader.layout.bits} bits at head dim {reader.layout.channels}"
+    if isinstance(reader, CodebookReader) and reader.pool:
+        return "tables with outliers"
+    if isinstance(reader, CodebookReader) and reader.affine == "channels":
+        return "tables with scales of channels"
+    if isinstance(reader, GroupedReader) and reader.axis == "tokens" and STRIPE % reader.group:
+        return f"groups of {reader.group} tokens, which do not divide {STRIPE}"
+    if reader.scale_dtype != "float16":
+        return f"scales in {reader.scale_dtype}, not in float16"
+    return None
+
+
+def span_of(k: Reader, v: Reader) -> int:
+    """Return the tokens that a warp reads at a time: a span, or half of one if all are rows in full
+    precision, of which a tile takes much shared memory."""
+    return SPAN if k.packed or v.packed else SPAN // 2
 
 
 def pieces(
@@ -84,10 +131,10 @@ def pieces(
     """Return the pieces of attention by Mosaic GPU (mosaic/attention.py), or None if the launch
     names another route or this body takes another."""
     (k, _), (v, _) = keys, values
-    if launch.route != "mosaic" or unsupported(k, v, q.shape[2], capacity):
+    capability = str(BULK) if launch.interpret else target_capability()
+    if launch.route != "mosaic" or unsupported(k, v, q.shape[2], capacity, capability):
         return None
     attention = _module("attention", launch)
-    capability = target_capability()
     columns = 8 if q.shape[2] <= 8 else 16
     return attention.attention_in_pieces(
         q,
@@ -98,7 +145,7 @@ def pieces(
         lower=lower,
         soft_cap=soft_cap,
         tuning=tuning or tuning_for(k, v, columns, capacity, capability),
-        bulk=launch.interpret or float(capability) >= BULK,
+        bulk=float(capability) >= BULK,
         interpret=_interpreted(launch),
     )
 
@@ -120,13 +167,16 @@ def tuning_for(k: Reader, v: Reader, columns: int, capacity: int, capability: st
     shared = SHARED_BYTES.get(capability, min(SHARED_BYTES.values()))
     beside = OTHER_SHARED_BYTES + 4 * STRIPE * columns  # for reductions
     crowded = k.chunks[0] * k.chunks[1] > 128 or columns > 8
-    tiles = [tile for tile in (2 * STRIPE, STRIPE) if tile <= capacity]
+    stripe, least = WARPS * span_of(k, v), least_tile(k, v, capability)
+    tiles = [tile for tile in (2 * stripe, stripe) if least <= tile <= capacity]
     for tile in tiles[-1:] if crowded else tiles:
         for stages in (3, 2):
             of_block = stages * tile * (k.row_bytes + v.row_bytes) + beside
             if RESIDENT * of_block <= shared:
                 return Tuning(tile, warps=4, stages=stages, resident=RESIDENT)
-    return Tuning(STRIPE, warps=4, stages=2, resident=1)
+    of_stage = least * (k.row_bytes + v.row_bytes)
+    stages = 2 if 2 * of_stage + beside <= shared else 1
+    return Tuning(least, warps=4, stages=stages, resident=1)
 
 
 def merged(
@@ -179,16 +229,29 @@ def unappended(writers: Sequence[Any], rings: Sequence[Array], queries: Any) -> 
     for name, writer, ring in zip("kv", writers, rings, strict=False):
         if ring.shape[3] not in HEAD_DIMS:
             return f"{name}: rows of {ring.shape[3]} channels"
-        job = getattr(writer, "job", None)
-        if writer is not None and job is None:
-            return f"{name}: blocks of {type(writer).__name__}"
-        if job is not None and (reason := unquantized(job.reader)):
+        if writer is not None and (reason := unwritten(writer, ring.shape[2])):
             return f"{name}: {reason}"
     if queries is None:
         return None
     if queries.rotation is not None:
         return "windows of keys before RoPE"
     return _crowded(rings[0].shape[3], queries.q.shape[2])
+
+
+def unwritten(writer: Any, slots: int) -> str | None:
+    """Return, in one line, why Mosaic GPU does not write the blocks of this writer from a ring of
+    so many slots, or None if it does."""
+    if job := getattr(writer, "job", None):
+        return unquantized(job.reader)
+    from pallas_kernels.quantize.table import TableBlocks  # which imports this module
+
+    if not isinstance(writer, TableBlocks):
+        return f"blocks of {type(writer).__name__}"
+    if writer.slots or writer.group is None:
+        return "tables with outliers or with ranges of channels"
+    if writer.layout.channels not in HEAD_DIMS:
+        return f"head dim {writer.layout.channels}"
+    return f"a ring of {slots} slots, no multiple of {SPAN}" if slots % SPAN else None
 
 
 def quantized(

@@ -162,7 +162,7 @@ def append_token(
     if launch.route == "mosaic" and not mosaic.unappended(
         [work.writer for work in works], [side.ring for side in sides], queries
     ):
-        return _by_mosaic(sides, works, places, inputs, stored, queries, launch)
+        return _by_mosaic(sides, works, places, rows, inputs, stored, queries, launch)
     warps = max([1, *(work.writer.warps for work in works if work.writer)])
     asking, parts = _Asking(start, 0, launch.asm), list[jax.ShapeDtypeStruct]()
     row_numbers, shared, of_heads = list(places), list[Array](), list[Array]()
@@ -202,6 +202,7 @@ def _by_mosaic(
     sides: Sequence[Side],
     works: Sequence[Work],
     places: Places,
+    rows: Sequence[Array],
     inputs: Sequence[Array],
     stored: Sequence[Array],
     queries: WindowQueries | None,
@@ -212,7 +213,7 @@ def _by_mosaic(
     by_side, parts = mosaic.appended(
         works,
         [array.astype(jnp.int32) for array in numbers],
-        [side.row for side in sides],
+        rows,
         _by_side(inputs, [work.inputs for work in works]),
         _by_side(stored, [work.stored for work in works]),
         queries,

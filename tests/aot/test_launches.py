@@ -7,6 +7,8 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.machine_code.launches import limit_us, measure, over_limit
+from pallas_kernels.mosaic import route
+from tests.exhaustive import some
 
 # Beside the projections: queries, keys and values, append and windows, body, merge, a product, and
 # twice a sum and a norm.
@@ -47,3 +49,23 @@ def test_a_layer_launches_few_kernels_at_any_batch(spec: str, batch: int):
         once = "append_token", "outlier_scores", "decode_attention", "outlier_values"
         assert [row.launches[name] for name in once] == [1, 1, 1, 1], f"{row.launches}"
         assert not any("scatter" in name for name in row.launches), f"{row.launches}"
+
+
+@pytest.mark.skipif(bool(route.missing()), reason=route.missing() or "")
+@pytest.mark.parametrize(
+    ("spec", "batch"),
+    some(
+        [
+            *((spec, batch) for spec in ("kivi:bits=4", "dense") for batch in (1, 16, 64)),
+            *((spec, 16) for spec in ("innerq:bits=2", "nf4")),
+        ],
+        [("kivi:bits=4", 16)],
+    ),
+)
+def test_a_layer_on_mosaic_gpu_launches_as_few(spec: str, batch: int):
+    row = measure(spec, batch, route="mosaic")
+    assert (row.loops, row.branches) == (0, 0), f"{row.loops} loops, {row.branches} branches"
+    assert (row.graphs, row.outside) == (1, 0), f"{row.outside} launches outside of a graph"
+    assert row.beside <= MOST + MORE.get((spec, batch), 0), f"{row.launches}"
+    for kernel in ("append_token", "decode_attention", "merge"):
+        assert row.launches[kernel] == 1, f"{row.launches}"

@@ -106,6 +106,17 @@ CODEBOOK = (
 )
 
 
+def looked_up(bits: int, scales: Any, head_dim: int, group: int = 4) -> KernelCase:
+    """Return tables with scales of tokens on both sides."""
+    side = codebook_side(bits, scales)
+    return codebook(f"table{bits}_{scales}_h{head_dim}_g{group}", side, side, head_dim, group)
+
+
+def rows(head_dim: int, group: int) -> KernelCase:
+    side = grouped_side(None)
+    return KernelCase(f"rows_h{head_dim}_g{group}", side, side, head_dim, group)
+
+
 def polar(
     angle: int, radius: int, size: int, head_dim: int, group: int, v: Any, dtype: str = "float16"
 ) -> KernelCase:

@@ -17,7 +17,10 @@ from pallas_kernels.decode_attention.tuning import Tuning
 from pallas_kernels.launch import Launch
 from pallas_kernels.mosaic import route
 from pallas_kernels.mosaic.walk import Walk
+from pallas_kernels.readers.codebook import CodebookReader
+from pallas_kernels.readers.dense import DenseReader
 from pallas_kernels.readers.grouped import GroupedReader
+from pallas_kernels.readers.rotary import RotatedReader
 from pallas_kernels.tiles.layout import SPAN
 from tests.exhaustive import some
 from tests.pallas_kernels.grouped_sides import format_of, reader_of
@@ -28,7 +31,7 @@ from tests.pallas_kernels.harness import (
     check_unused_capacity,
     lowered_attention,
 )
-from tests.pallas_kernels.kernel_cases import innerq, kivi
+from tests.pallas_kernels.kernel_cases import CASES, innerq, kivi, looked_up, rows
 
 needs_mosaic = pytest.mark.skipif(bool(route.missing()), reason=route.missing() or "")
 INTERPRETED = Launch(interpret=True, route="mosaic")
@@ -37,6 +40,7 @@ INTERPRETED = Launch(interpret=True, route="mosaic")
 LENGTHS = Lengths(160, (0, 31, 160))
 WIDE = {"kivi2_h64_g4_size64": Lengths(192, (0, 95, 192))}  # whole groups of tokens
 WIDE |= {"kivi4_h64_g4_size128": Lengths(256, (0, 95, 250))}
+WIDE |= {"rows_h64_g4": Lengths(137, (0, 63, 137))}  # rows need no whole spans
 TUNING = Tuning(128, stages=2, cores=5, resident=1)  # fewer programs than rows and heads
 
 SCHEMES = ("sym", "hybrid", "asym")
@@ -56,9 +60,18 @@ GRID = (
     kivi(4, 128, 16),
     kivi(2, 64, 9),
     *(kivi(bits, 64, 4, size) for bits, size in ((2, 64), (4, 128))),
+    *(
+        looked_up(bits, scales, head_dim, group)
+        for bits, scales, head_dim, group in itertools.product(
+            (2, 3, 4), ("token", 32), (64, 128, 256), (1, 4, 8)
+        )
+    ),
+    looked_up(4, "token", 64, 9),
+    *(rows(head_dim, group) for head_dim, group in ((64, 4), (128, 16), (256, 1), (256, 8))),
+    CASES["k_dense_v2"],
 )
 # Words that one, two and four tokens share, in one and two plane sets; 8 and 16 query columns.
-USUAL = ("innerq2_hybrid_h64_g4", "kivi2_h64_g9_size32")
+USUAL = ("innerq2_hybrid_h64_g4", "kivi2_h64_g9_size32", "table4_token_h64_g9", "rows_h64_g4")
 
 
 def usual_of(cases: tuple[KernelCase, ...]) -> list[KernelCase]:
@@ -82,7 +95,7 @@ def test_attention_equals_its_reference_without_a_race(case: KernelCase):
 
 @needs_mosaic
 @pytest.mark.exhaustive
-@each((innerq(2, "sym", 64), innerq(2, "asym", 64), kivi(2, 64)))
+@each((innerq(2, "sym", 64), innerq(2, "asym", 64), kivi(2, 64), looked_up(3, 32, 64), rows(64, 4)))
 def test_what_lies_behind_a_limit_changes_nothing(case: KernelCase):
     check_unused_capacity(case, case.short, case.tuning, INTERPRETED)
 
@@ -106,7 +119,9 @@ def test_a_planted_race_is_noticed(monkeypatch: pytest.MonkeyPatch):
 
 
 @needs_mosaic
-@pytest.mark.parametrize("case", [innerq(3, "sym", 128)], ids=lambda case: case.id)
+@pytest.mark.parametrize(
+    "case", [innerq(3, "sym", 128), looked_up(3, 32, 128), rows(256, 4)], ids=lambda case: case.id
+)
 def test_a_kernel_lowers_for_cuda_without_triton(case: KernelCase):
     text = lowered_attention(case, Launch(route="mosaic"))
     assert "mosaic_gpu" in text
@@ -156,9 +171,31 @@ def test_bodies_that_mosaic_does_not_read_are_named():
         "float16": (k, dataclasses.replace(v, scale_dtype="bfloat16"), 4, 128),
         "17 query heads": (k, v, 17, 128),
         "fewer than one tile": (k, v, 4, 96),
+        "tables with outliers": (k, CodebookReader(v.layout, "tokens", 64, pool=32), 4, 128),
+        "scales of channels": (CodebookReader(k.layout, "channels", 64), v, 4, 128),
+        "RotatedReader": (RotatedReader(k), v, 4, 128),
     }
     for reason, (keys, values, group, capacity) in refused.items():
         assert reason in str(route.unsupported(keys, values, group, capacity))
+
+
+def test_gpus_without_a_copy_engine_need_as_many_scales_as_threads_copy():
+    """Asynchronous copies move four bytes or more, so two scales, for each of 128 threads."""
+    k, v = readers_of(4, 64)
+    tables = CodebookReader(v.layout, "tokens", 64)  # one scale for a token
+    rows = DenseReader(64, "bfloat16")
+    for bulk, capability in itertools.product((True, False), ("8.0", "8.9", "9.0", "10.0")):
+        if bulk != (float(capability) >= route.BULK):
+            continue
+        for keys, values in itertools.product((k, v, tables, rows), repeat=2):
+            tile = route.tuning_for(keys, values, 8, 4096, capability).tile
+            assert tile >= route.least_tile(keys, values, capability)
+            if not bulk and tables in (keys, values):
+                assert tile == 256
+        assert (route.unsupported(tables, v, 4, 128, capability) is None) == bulk
+    sparse = dataclasses.replace(k, group=128)  # 64 scales for 128 tokens
+    assert "tiles of 512 tokens" in str(route.unsupported(sparse, v, 4, 4096, "8.9"))
+    assert route.unsupported(sparse, v, 4, 4096) is None
 
 
 def test_a_route_that_this_jax_lacks_is_refused(monkeypatch: pytest.MonkeyPatch):

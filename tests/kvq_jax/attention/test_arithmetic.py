@@ -176,7 +176,7 @@ def test_the_doctor_says_what_was_found(monkeypatch):
             "triton: its self-test fails: attention differs",
         ),
         ("no Mosaic GPU", None, "kivi:bits=4", "triton: no Mosaic GPU"),
-        (None, None, "nf4", "triton: k: CodebookReader, not uniform groups"),
+        (None, None, "polarquant", "triton: k: PolarReader, not uniform groups, tables or rows"),
     ],
 )
 def test_mosaic_reads_where_it_serves_and_passes(monkeypatch, missing, answer, spec, wanted):
@@ -188,7 +188,9 @@ def test_mosaic_reads_where_it_serves_and_passes(monkeypatch, missing, answer, s
     assert chosen.route == wanted.partition(":")[0]
     assert dispatch.route_here([plan], HEADS).startswith(wanted)
     tested = any("route='mosaic'" in format for format in asked.asked)
-    assert tested == (not missing and spec != "nf4"), "a test that cannot decide takes seconds"
+    assert tested == (not missing and spec != "polarquant"), (
+        "a test that cannot decide takes seconds"
+    )
 
 
 @pytest.mark.usefixtures("with_gpu")

@@ -25,11 +25,11 @@ from tests.kvq_jax.layer_runs import parameters_of, row_errors, sequences
 
 pytestmark = pytest.mark.skipif(bool(route.missing()), reason=route.missing() or "")
 
-CAPACITY, HEADS = 288, 2
+CAPACITY, HEADS = 288, 4  # two for each KV head: scales may be one head's, or all heads'
 DIMS = CacheDims(
     num_hidden_layers=1,
     num_attention_heads=HEADS,
-    num_key_value_heads=1,
+    num_key_value_heads=2,
     head_dim=64,
     hidden_size=128,
 )
@@ -38,17 +38,15 @@ STEPS = 3
 
 # Methods that kernels serve, but not those on Mosaic GPU alone, with the reason.
 NEED_TRITON = {
-    "dense": "k: DenseReader, not uniform groups",
-    "kvquant": "k: RotatedReader, not uniform groups",
-    "polarquant": "k: PolarReader, not uniform groups",
-    "squat_pre": "k: RotatedReader, not uniform groups",
-    "waterfill": "k: RunsKeys, not uniform groups",
-    "turboquant": "k: CodebookReader, not uniform groups",
-    "nf2": "k: CodebookReader, not uniform groups",
-    "nf3": "k: CodebookReader, not uniform groups",
-    "nf4": "k: CodebookReader, not uniform groups",
+    "kvquant": "k: RotatedReader, not uniform groups, tables or rows",
+    "polarquant": "k: PolarReader, not uniform groups, tables or rows",
+    "squat_pre": "k: RotatedReader, not uniform groups, tables or rows",
+    "waterfill": "k: RunsKeys, not uniform groups, tables or rows",
 }
-ON_MOSAIC = ("kivi", "innerq", "squat", "int2", "int3", "int4", "int8")
+ON_MOSAIC = (
+    *("dense", "kivi", "innerq", "squat", "turboquant"),
+    *("int2", "int3", "int4", "int8", "nf2", "nf3", "nf4"),
+)
 
 
 @pytest.fixture

@@ -15,9 +15,11 @@ import pytest
 import kvq_jax as kvq
 from kvq_jax.cache.cache import CacheDims
 from kvq_jax.codecs.codec import Codec
+from kvq_jax.codecs.kernel_writers import KernelWriter
 from kvq_jax.layer.plan import by_side
 from kvq_jax.types.array_types import ArraySpec, Tree
 from pallas_kernels.launch import Launch
+from pallas_kernels.mosaic import route
 from pallas_kernels.quantize.append import Blocks, Places, Side, append_token
 from pallas_kernels.quantize.outlier_slots import Slots
 from pallas_kernels.quantize.table import TableBlocks
@@ -170,11 +172,12 @@ def run(
     return body, append(case, body, ring, rows[:, :, -1:], places, launch), rows, place
 
 
-def check(case: WriterCase, launch: Launch) -> None:
+def check(case: WriterCase, launch: Launch, halves: int = 3) -> None:
+    """Check blocks of a ring of so many halves of a block, and of one that is a block."""
     _, _, block = case.layer
     begin, inside = np.array([block, 0, 2 * block]), np.array([3, 2, 0]) * (block // 2)
     for name, slots, first in (
-        ("wrapped", 3 * block // 2, inside),
+        ("wrapped", halves * block // 2, inside if halves % 2 else begin),
         ("with the new token", block, begin),
     ):
         before, after, rows, place = run(case, slots, first, launch)
@@ -191,6 +194,17 @@ def check(case: WriterCase, launch: Launch) -> None:
 @pytest.mark.parametrize("case", some(CASES, USUAL), ids=lambda case: case.id)
 def test_a_block_is_that_of_its_codec_and_nothing_else_changes(case):
     check(case, INTERPRETED)
+
+
+@pytest.mark.skipif(bool(route.missing()), reason=route.missing() or "")
+@pytest.mark.parametrize("case", some(CASES[3:5], CASES[4:5]), ids=lambda case: case.id)
+def test_tables_on_mosaic_gpu_are_those_of_their_codec(case):
+    codec, params, block = case.layer
+    writer = codec.kernels.writer(params, (), False)
+    assert isinstance(writer, KernelWriter)
+    assert route.unwritten(writer.blocks, block) is None, "Triton would write it"
+    assert "no multiple" in str(route.unwritten(writer.blocks, 3 * block // 2))
+    check(case, Launch(interpret=True, route="mosaic"), halves=4)
 
 
 def test_some_pools_have_more_outliers_than_slots_and_equal_ones():

@@ -1,0 +1,65 @@
+"""Look-ups on registers give the entries of the array form, which is all that the interpreter runs:
+their assembly, executed in NumPy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.mosaic import route
+from pallas_kernels.tiles.layout import SPAN, plane_layout
+from tests.pallas_kernels.emulator import computed
+
+WARPS, SIDE = 4, 8
+
+
+def executed(assembly: str, *operands: np.ndarray) -> np.ndarray:
+    [size] = {operand.shape for operand in map(np.asarray, operands) if operand.shape} or {()}
+    result: Any = np.empty(size, np.uint32)
+    return computed(assembly, 1, result, *(np.broadcast_to(o, size).copy() for o in operands))
+
+
+def registers(words: np.ndarray) -> np.ndarray:
+    """Return 16-bit numbers [rows, columns] by matrix: lanes [8, 4] of two neighbours each."""
+    rows, columns = (size // SIDE for size in words.shape)
+    cut = words.reshape(rows, SIDE, columns, SIDE).swapaxes(1, 2)
+    grid = np.empty((rows, columns), dtype=object)
+    for place in np.ndindex(grid.shape):
+        grid[place] = np.ascontiguousarray(cut[place]).view(np.uint32)
+    return grid
+
+
+def numbers(grid: np.ndarray) -> np.ndarray:
+    """Return the 16-bit numbers [rows, columns] of registers."""
+    rows = [np.concatenate([lanes.view(np.uint16) for lanes in row], axis=1) for row in grid]
+    return np.concatenate(rows)
+
+
+@pytest.mark.skipif(bool(route.missing()), reason=route.missing() or "")
+@pytest.mark.parametrize("tokens", [1, 2], ids=["keys", "values"])
+@pytest.mark.parametrize("channels", [64, 128, 256])
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_registers_have_the_entries_of_arrays(
+    bits: int, channels: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+):
+    from pallas_kernels.mosaic import table_lookup
+
+    monkeypatch.setattr(table_lookup, "_asm", executed)
+    layout, rng = plane_layout(bits, channels, SPAN), np.random.default_rng(bits)
+    shapes = [(WARPS, SPAN // layout.slots, layout.words(set_bits)) for set_bits in layout.sets]
+    words = [rng.integers(-(1 << 15), 1 << 15, shape).astype(np.int16) for shape in shapes]
+    words = [np.swapaxes(w, 1, 2) if tokens == 2 else w for w in words]
+    table = table_lookup.packed(jnp.asarray(rng.uniform(-1, 1, 1 << bits), jnp.float32))
+    arrays = list(map(jnp.asarray, words))
+    inside = table_lookup.in_registers(list(table), interpret=True)
+    wanted = table_lookup.entries(arrays, layout, inside, tokens, interpret=True)
+    of_table = [np.uint32(word) for word in np.asarray(table).view(np.uint32)]
+    fields = table_lookup.Fields([registers(w[1]) for w in words], layout, 3 - tokens, of_table)
+    for chunk, want in enumerate(wanted):
+        slots = [fields.registers(slot, chunk) for slot in range(layout.slots)]
+        bits_of_chunk = numbers(np.concatenate(slots, tokens - 1))
+        np.testing.assert_array_equal(bits_of_chunk.view(np.float16), want[1], f"chunk {chunk}")
+    assert (np.asarray(wanted[0][1]) != np.asarray(wanted[-1][1])).mean() > 0.5, "chunks are alike"

@@ -1,0 +1,31 @@
+"""The self-test of a kernel on Mosaic GPU covers appending, blocks of tables among them, and
+notices numbers that differ. Interpreted on both sides."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pallas_kernels import self_test
+from pallas_kernels.launch import Launch
+from pallas_kernels.mosaic import route
+from pallas_kernels.readers.codebook import CodebookReader
+from pallas_kernels.tiles.layout import SPAN, plane_layout
+
+MOSAIC = Launch(interpret=True, route="mosaic")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(bool(route.missing()), reason=route.missing() or "")
+def test_tables_are_appended_as_by_the_other_route():
+    reader = CodebookReader(plane_layout(4, 64, SPAN), "tokens", 64)
+    format = self_test.Format(reader, reader, 2, "mosaic")
+    outputs, expected = (
+        self_test._outputs(format, launch, None) for launch in (MOSAIC, self_test.INTERPRETED)
+    )
+    assert self_test._compare(outputs, expected) is None
+    arrays = [name for name in expected if name.startswith("appended")]
+    assert len(arrays) == 2 * 5, "of each side: sink, ring, words, scales and zero points"
+    for name in arrays:
+        wrong = dict(outputs) | {name: outputs[name] + np.float32(1)}
+        assert self_test._compare(wrong, expected), f"{name} would pass"
