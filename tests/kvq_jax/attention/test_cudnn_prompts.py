@@ -1,0 +1,149 @@
+"""Prompts through cuDNN's flash attention: what is lowered for a GPU, and that older tokens merge
+with it exactly. cuDNN itself is not here: its definition stands for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.cudnn import fused_attention_stablehlo
+
+import kvq_jax as kvq
+from kvq_jax.attention import cudnn, dispatch
+from kvq_jax.attention.dispatch import CUDNN_PROMPTS, XLA
+from kvq_jax.cache.update import prefill_layer
+from kvq_jax.layer.attention import PLAIN, Attention
+from tests.kvq_jax import layer_runs, windowed_runs
+from tests.kvq_jax.layer_runs import CAPACITY, ROUNDING, parameters_of, quick_jit, row_errors
+from tests.methods_table import MethodCase, cases
+from tests.pallas_kernels.lowering import lower_for_cuda
+
+CALL = "__cudnn$fmhaSoftmax"
+TOKENS = 48  # more than one chunk of queries
+WINDOWED = Attention(window=windowed_runs.WINDOW, scale=0.3, sinks=True)
+
+
+@pytest.fixture
+def cudnn_is_there(monkeypatch):
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
+
+
+def definition(attention, q, keys, values, rounded="float32"):
+    """Return causal attention and its log-sum-exp."""
+    keys, values = (
+        jnp.repeat(a, q.shape[1] // a.shape[1], axis=1).astype(jnp.float32) for a in (keys, values)
+    )
+    scores = jnp.einsum("bnth,bnsh->bnts", q.astype(jnp.float32), keys)
+    query, key = jnp.arange(q.shape[2])[:, None], jnp.arange(q.shape[2])[None]
+    seen = key <= query
+    if attention.window is not None:
+        seen &= key > query - attention.window
+    scores = jnp.where(seen, scores * attention.factor(q.shape[3]), -jnp.inf)
+    lse = jax.nn.logsumexp(scores, axis=-1)
+    out = jnp.einsum("bnts,bnsh->bnth", jnp.exp(scores - lse[..., None]), values)
+    return out.astype(q.dtype), lse.astype(rounded).astype(jnp.float32)
+
+
+def lowered(attention=PLAIN, route=CUDNN_PROMPTS, *, tokens=300, heads=4, head_dim=64, dtype=None):
+    """Return the program of a prompt's layer for a GPU, its plan and its inputs."""
+    dims = kvq.CacheDims(1, heads, 2, head_dim, heads * head_dim, attention=(attention,))
+    dtype, ends = dtype or "bfloat16", (np.zeros(1, np.int32), np.full(1, tokens, np.int32))
+    inputs = layer_runs.sequences(1, dims, tokens, dtype=dtype).window(*ends, tokens)
+    cache = kvq.cache.layout("kivi:bits=4,recent=32,block=32", dims, 1, 512, dtype)
+
+    def step(state, inputs):
+        return prefill_layer(cache.plans[0], (), state, inputs, (), route)
+
+    return lower_for_cuda(step, cache.layers[0], inputs), cache.plans[0], inputs
+
+
+@pytest.mark.parametrize(
+    ("attention", "options", "window"),
+    [(PLAIN, {}, 0), (Attention(window=96), {"dtype": "float16", "heads": 2}, 96)],
+    ids=["plain", "window"],
+)
+def test_a_prompt_is_one_call_of_cudnn(cudnn_is_there, attention, options, window):
+    text, plan, inputs = lowered(attention, **options)
+    assert cudnn.unsupported(plan, inputs) is None
+    assert text.count(CALL) == 1
+    call = next(line for line in text.splitlines() if CALL in line)
+    assert '"CAUSAL' in call.replace("\\22", '"')
+    assert f'"sliding_window_length": {window}' in call.replace("\\22", '"')
+    assert call.count("f32>") == 1, "the log-sum-exp is fp32"
+    assert CALL not in lowered(attention, XLA, **options)[0]
+
+
+@pytest.mark.parametrize(
+    ("reason", "attention", "options"),
+    [
+        ("256 tokens", PLAIN, {"tokens": 256}),
+        ("soft caps", Attention(soft_cap=30.0), {}),
+        ("float32", PLAIN, {"dtype": "float32"}),
+        ("head dim", PLAIN, {"head_dim": 100}),
+    ],
+)
+def test_xla_attends_to_what_cudnn_does_not_serve(cudnn_is_there, reason, attention, options):
+    text, plan, inputs = lowered(attention, **options)
+    assert reason in (found := str(cudnn.unsupported(plan, inputs))) and "\n" not in found
+    assert CALL not in text
+
+
+def test_xla_attends_if_there_is_no_cudnn(monkeypatch):
+    def missing():
+        raise RuntimeError("cuDNN not found.")
+
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", missing)
+    text, plan, inputs = lowered()
+    assert cudnn.unsupported(plan, inputs) == "cuDNN not found."
+    assert CALL not in text
+    monkeypatch.delattr(fused_attention_stablehlo, "dot_product_attention")
+    assert "dot_product_attention" in str(cudnn.unsupported(plan, inputs))
+
+
+@cases("kivi2", "xquant_cl2", "polar44", usual=("kivi2",))
+@pytest.mark.parametrize("attention", [PLAIN, WINDOWED], ids=["plain", "window"])
+def test_older_tokens_merge_exactly(monkeypatch, case: MethodCase, attention):
+    if attention is PLAIN:
+        (plan, state), tokens = layer_runs.empty(case.spec), layer_runs.sequences()
+    elif case.id != "kivi2":
+        return
+    else:
+        plan, state = windowed_runs.empty(case.spec, attention)
+        tokens = windowed_runs.tokens_with_sinks()
+    start = np.array([0, 5, 20, 40, 41, 30, 0, 40], np.int32)
+    stop = np.minimum(start + [48, 48, 48, 48, 40, 0, 1, 50], CAPACITY).astype(np.int32)
+
+    def run(route):
+        step = quick_jit(functools.partial(prefill_layer, route=route), static_argnums=0)
+        outs, at = [], np.zeros_like(start)
+        after = state
+        for begin, end in ((at, start), (start, stop)):
+            inputs = tokens.window(begin, end, TOKENS)
+            below = tokens.below(plan)
+            out, after, _ = step(plan, parameters_of(plan), after, inputs, below)
+            outs.append(np.where(np.asarray(inputs.valid)[:, None, :, None], out, 0))
+        return outs
+
+    monkeypatch.setattr(cudnn, "causal_attention", definition)
+    wanted, found = run(XLA), run(CUDNN_PROMPTS)
+    for name, want, out in zip(("first", "second"), wanted, found, strict=True):
+        assert row_errors(out, want).max() < ROUNDING, f"the {name} prompt"
+    if attention is WINDOWED:
+        return
+    rounded = functools.partial(definition, rounded="bfloat16")
+    monkeypatch.setattr(cudnn, "causal_attention", rounded)
+    assert row_errors(run(CUDNN_PROMPTS)[1], wanted[1]).max() > 100 * ROUNDING, "bf16 would pass"
+
+
+def test_prompts_on_a_gpu_go_to_cudnn_whatever_reads_the_body(monkeypatch):
+    monkeypatch.setattr(dispatch, "no_device", lambda kernels="pallas": None)
+    monkeypatch.setattr(dispatch, "_kernels_here", lambda: "pallas")
+    plan = layer_runs.empty("kivi:bits=2")[0]
+    route = dispatch.choose(None, plan, 4, 1)
+    assert route == CUDNN_PROMPTS, "kernels do not serve head dim 32, cuDNN does"
+    assert dispatch.choose("xla", plan, 4, 1).prompts == "xla"
+    assert dataclasses.replace(route, prompts="xla", only_on=None) == XLA
