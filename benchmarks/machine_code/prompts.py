@@ -31,7 +31,7 @@ from benchmarks.machine_code.compile import compile_for
 from benchmarks.machine_code.target import H200
 from benchmarks.machine_code.tools import missing
 from benchmarks.markdown import table
-from kvq_jax.attention import streaming
+from kvq_jax.attention import cudnn, streaming
 from kvq_jax.attention.dispatch import Route
 from kvq_jax.cache.update import prefill_layer
 from kvq_jax.layer.plan import LayerPlan, LayerState
@@ -100,20 +100,19 @@ def _layer(
 def _trips(plan: LayerPlan, q: jax.ShapeDtypeStruct, older: int, by: str) -> Iterator[float]:
     """Yield how often the program's loops run, on average: over chunks of queries and, for each,
     over chunks of full-precision rows and of the body."""
-    regions, tokens = plan.regions, q.shape[2]
-    rows = jax.ShapeDtypeStruct(
-        (1, plan.heads, q.shape[1] // plan.heads * streaming.QUERY_CHUNK, plan.head_dim), q.dtype
-    )
-    chunks = -(-tokens // streaming.QUERY_CHUNK)
-    if by == "cudnn" and not older:
+    regions, chunks = plan.regions, -(-q.shape[2] // streaming.QUERY_CHUNK)
+    body, size = int(regions.body(older)), regions.held_capacity
+    if by == "cudnn":
+        if older:
+            yield math.ceil(body / cudnn.chunk_tokens(plan, 1, size))
         return
     yield chunks
     windows = regions.sink_slots + regions.ring_slots
-    if by == "xla":
-        ends = ((at + 1) * streaming.QUERY_CHUNK + windows for at in range(chunks))
-        yield sum(math.ceil(end / streaming.EXACT_CHUNK) for end in ends) / chunks
-    chunk = streaming.chunk_tokens(regions.block, regions.held_capacity, rows, plan.row_width)
-    yield math.ceil(int(regions.body(older)) / chunk)
+    ends = ((at + 1) * streaming.QUERY_CHUNK + windows for at in range(chunks))
+    yield sum(math.ceil(end / streaming.EXACT_CHUNK) for end in ends) / chunks
+    rows = 1, plan.heads, q.shape[1] // plan.heads * streaming.QUERY_CHUNK, plan.head_dim
+    queries = jax.ShapeDtypeStruct(rows, q.dtype)
+    yield math.ceil(body / streaming.chunk_tokens(regions.block, size, queries, plan.row_width))
 
 
 class _Program:

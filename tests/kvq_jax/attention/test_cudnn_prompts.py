@@ -18,7 +18,7 @@ from kvq_jax.attention.dispatch import CUDNN_PROMPTS, XLA
 from kvq_jax.cache.update import prefill_layer
 from kvq_jax.layer.attention import PLAIN, Attention
 from tests.kvq_jax import layer_runs, windowed_runs
-from tests.kvq_jax.layer_runs import CAPACITY, ROUNDING, parameters_of, quick_jit, row_errors
+from tests.kvq_jax.layer_runs import ROUNDING, parameters_of, quick_jit, row_errors
 from tests.methods_table import MethodCase, cases
 from tests.pallas_kernels.lowering import lower_for_cuda
 
@@ -32,44 +32,65 @@ def cudnn_is_there(monkeypatch):
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
 
 
-def definition(attention, q, keys, values, rounded="float32"):
-    """Return causal attention and its log-sum-exp."""
-    keys, values = (
-        jnp.repeat(a, q.shape[1] // a.shape[1], axis=1).astype(jnp.float32) for a in (keys, values)
-    )
-    scores = jnp.einsum("bnth,bnsh->bnts", q.astype(jnp.float32), keys)
-    query, key = jnp.arange(q.shape[2])[:, None], jnp.arange(q.shape[2])[None]
-    seen = key <= query
-    if attention.window is not None:
-        seen &= key > query - attention.window
-    scores = jnp.where(seen, scores * attention.factor(q.shape[3]), -jnp.inf)
-    lse = jax.nn.logsumexp(scores, axis=-1)
-    out = jnp.einsum("bnts,bnsh->bnth", jnp.exp(scores - lse[..., None]), values)
-    return out.astype(q.dtype), lse.astype(rounded).astype(jnp.float32)
+class Definition:
+    """Stands for cuDNN: attention by its definition, and its log-sum-exp."""
+
+    def __init__(self, monkeypatch, rounded="float32"):
+        self.rounded = rounded
+        for name in ("causal_attention", "whole_attention"):
+            monkeypatch.setattr(cudnn, name, getattr(self, name))
+
+    def causal_attention(self, attention, q, keys, values):
+        query, key = jnp.arange(q.shape[2])[:, None], jnp.arange(q.shape[2])[None]
+        seen = key <= query
+        if attention.window is not None:
+            seen &= key > query - attention.window
+        return self._attention(attention, q, keys, values, seen[None, None])
+
+    def whole_attention(self, attention, q, keys, values, count):
+        seen = jnp.arange(keys.shape[2])[None] < count[:, None]
+        out, lse = self._attention(attention, q, keys, values, seen[:, None, None])
+        return jnp.where(count[:, None, None, None] > 0, out, jnp.nan), lse
+
+    def _attention(self, attention, q, keys, values, seen):
+        group = q.shape[1] // keys.shape[1]
+        keys, values = (jnp.repeat(a, group, axis=1).astype(jnp.float32) for a in (keys, values))
+        scores = jnp.einsum("bnth,bnsh->bnts", q.astype(jnp.float32), keys)
+        scores = jnp.where(seen, scores * attention.factor(q.shape[3]), -jnp.inf)
+        lse = jax.nn.logsumexp(scores, axis=-1)
+        out = jnp.einsum("bnts,bnsh->bnth", jnp.exp(scores - lse[..., None]), values)
+        return out.astype(q.dtype), lse.astype(self.rounded).astype(jnp.float32)
 
 
-def lowered(attention=PLAIN, route=CUDNN_PROMPTS, *, tokens=300, heads=4, head_dim=64, dtype=None):
-    """Return the program of a prompt's layer for a GPU, its plan and its inputs."""
+def layer(attention=PLAIN, *, tokens=300, heads=4, head_dim=64, dtype="bfloat16"):
+    """Return the state, the plan and the inputs of a prompt's layer."""
     dims = kvq.CacheDims(1, heads, 2, head_dim, heads * head_dim, attention=(attention,))
-    dtype, ends = dtype or "bfloat16", (np.zeros(1, np.int32), np.full(1, tokens, np.int32))
+    ends = np.zeros(1, np.int32), np.full(1, tokens, np.int32)
     inputs = layer_runs.sequences(1, dims, tokens, dtype=dtype).window(*ends, tokens)
     cache = kvq.cache.layout("kivi:bits=4,recent=32,block=32", dims, 1, 512, dtype)
+    return cache.layers[0], cache.plans[0], inputs
+
+
+def lowered(attention=PLAIN, route=CUDNN_PROMPTS, **options):
+    """Return the program of a prompt's layer for a GPU, its plan and its inputs."""
+    state, plan, inputs = layer(attention, **options)
 
     def step(state, inputs):
-        return prefill_layer(cache.plans[0], (), state, inputs, (), route)
+        return prefill_layer(plan, (), state, inputs, (), route)
 
-    return lower_for_cuda(step, cache.layers[0], inputs), cache.plans[0], inputs
+    return lower_for_cuda(step, state, inputs), plan, inputs
 
 
 @pytest.mark.parametrize(
-    ("attention", "options", "window"),
-    [(PLAIN, {}, 0), (Attention(window=96), {"dtype": "float16", "heads": 2}, 96)],
+    ("attention", "options", "window", "calls"),
+    # new tokens, sink and ring, and a chunk of the body; XLA reads old tokens through windows
+    [(PLAIN, {}, 0, 3), (Attention(window=96), {"dtype": "float16", "heads": 2}, 96, 1)],
     ids=["plain", "window"],
 )
-def test_a_prompt_is_one_call_of_cudnn(cudnn_is_there, attention, options, window):
+def test_new_tokens_are_one_call_of_cudnn(cudnn_is_there, attention, options, window, calls):
     text, plan, inputs = lowered(attention, **options)
     assert cudnn.unsupported(plan, inputs) is None
-    assert text.count(CALL) == 1
+    assert text.count(CALL) == calls
     call = next(line for line in text.splitlines() if CALL in line)
     assert '"CAUSAL' in call.replace("\\22", '"')
     assert f'"sliding_window_length": {window}' in call.replace("\\22", '"')
@@ -87,9 +108,9 @@ def test_a_prompt_is_one_call_of_cudnn(cudnn_is_there, attention, options, windo
     ],
 )
 def test_xla_attends_to_what_cudnn_does_not_serve(cudnn_is_there, reason, attention, options):
-    text, plan, inputs = lowered(attention, **options)
-    assert reason in (found := str(cudnn.unsupported(plan, inputs))) and "\n" not in found
-    assert CALL not in text
+    found = str(cudnn.unsupported(*layer(attention, **options)[1:]))
+    assert reason in found
+    assert "\n" not in found
 
 
 def test_xla_attends_if_there_is_no_cudnn(monkeypatch):
@@ -104,7 +125,7 @@ def test_xla_attends_if_there_is_no_cudnn(monkeypatch):
     assert "dot_product_attention" in str(cudnn.unsupported(plan, inputs))
 
 
-@cases("kivi2", "xquant_cl2", "polar44", usual=("kivi2",))
+@cases("kivi2", "xquant_cl2", "xquant4", "polar44", usual=("kivi2",))
 @pytest.mark.parametrize("attention", [PLAIN, WINDOWED], ids=["plain", "window"])
 def test_older_tokens_merge_exactly(monkeypatch, case: MethodCase, attention):
     if attention is PLAIN:
@@ -115,7 +136,7 @@ def test_older_tokens_merge_exactly(monkeypatch, case: MethodCase, attention):
         plan, state = windowed_runs.empty(case.spec, attention)
         tokens = windowed_runs.tokens_with_sinks()
     start = np.array([0, 5, 20, 40, 41, 30, 0, 40], np.int32)
-    stop = np.minimum(start + [48, 48, 48, 48, 40, 0, 1, 50], CAPACITY).astype(np.int32)
+    stop = np.array([48, 53, 68, 88, 81, 30, 1, 90], np.int32)
 
     def run(route):
         step = quick_jit(functools.partial(prefill_layer, route=route), static_argnums=0)
@@ -128,14 +149,14 @@ def test_older_tokens_merge_exactly(monkeypatch, case: MethodCase, attention):
             outs.append(np.where(np.asarray(inputs.valid)[:, None, :, None], out, 0))
         return outs
 
-    monkeypatch.setattr(cudnn, "causal_attention", definition)
+    Definition(monkeypatch)
+    monkeypatch.setattr(cudnn, "BODY_CHUNK_ELEMENTS", 32 * 8 * 2 * 32)  # of 32 tokens
     wanted, found = run(XLA), run(CUDNN_PROMPTS)
     for name, want, out in zip(("first", "second"), wanted, found, strict=True):
         assert row_errors(out, want).max() < ROUNDING, f"the {name} prompt"
     if attention is WINDOWED:
         return
-    rounded = functools.partial(definition, rounded="bfloat16")
-    monkeypatch.setattr(cudnn, "causal_attention", rounded)
+    Definition(monkeypatch, "bfloat16")
     assert row_errors(run(CUDNN_PROMPTS)[1], wanted[1]).max() > 100 * ROUNDING, "bf16 would pass"
 
 
