@@ -123,11 +123,11 @@ class _Program:
         self.computations: dict[str, list[tuple[str, str, str]]] = {}
         lines: list[tuple[str, str, str]] = []
         for line in text.splitlines():
-            if found := _HEAD.match(line):
-                lines = self.computations.setdefault(found["name"], [])
-                self.entry = found["name"] if found["entry"] else self.entry
-            elif found := _LINE.match(line):
-                lines.append((found["shapes"], found["op"], found["rest"]))
+            if head := _HEAD.match(line):
+                lines = self.computations.setdefault(head["name"], [])
+                self.entry = head["name"] if head["entry"] else self.entry
+            elif parts := _LINE.match(line):
+                lines.append((parts["shapes"], parts["op"], parts["rest"]))
 
     def counted(self, trips: Iterator[float], name: str = "") -> tuple[float, float]:
         """Return (launches, bytes written) of a computation."""

@@ -14,7 +14,7 @@ import pytest
 
 import kvq_jax as kvq
 from kvq_jax.attention import dispatch, fused
-from kvq_jax.attention.dispatch import XLA, Route
+from kvq_jax.attention.dispatch import CUDNN_PROMPTS, XLA, Route
 from kvq_jax.cache.cache import CacheDims
 from kvq_jax.cache.update import decode_layer, prefill_layer
 from kvq_models import prefill as prefill_model
@@ -292,7 +292,7 @@ def test_with_a_gpu_kernels_are_chosen_where_they_can_run(monkeypatch):
         "pallas", Launch(), prompts="cudnn"
     )
     assert dispatch.choose("xla", plan_of("kivi"), 4, 1) == XLA
-    assert dispatch.choose(None, plan_of("innerq:bits=8"), 4, 1) == XLA
+    assert dispatch.choose(None, plan_of("innerq:bits=8"), 4, 1) == CUDNN_PROMPTS
 
 
 def test_xla_by_name_launches_no_kernel_for_prompts_either(monkeypatch):
