@@ -125,39 +125,62 @@ def test_xla_attends_if_there_is_no_cudnn(monkeypatch):
     assert "dot_product_attention" in str(cudnn.unsupported(plan, inputs))
 
 
+def two_prompts(layer, tokens, start, stop, width, route, jit=quick_jit):
+    """Return the attention of a prompt up to `start`, and of one behind it up to `stop`."""
+    step, (plan, state) = (
+        jit(functools.partial(prefill_layer, route=route), static_argnums=0),
+        layer,
+    )
+    outs = []
+    for begin, end in ((np.zeros_like(start), start), (start, stop)):
+        inputs = tokens.window(begin, end, width)
+        out, state, _ = step(plan, parameters_of(plan), state, inputs, tokens.below(plan))
+        out = np.asarray(out, np.float32)
+        outs.append(np.where(np.asarray(inputs.valid)[:, None, :, None], out, 0))
+    return outs
+
+
 @cases("kivi2", "xquant_cl2", "xquant4", "polar44", usual=("kivi2",))
 @pytest.mark.parametrize("attention", [PLAIN, WINDOWED], ids=["plain", "window"])
 def test_older_tokens_merge_exactly(monkeypatch, case: MethodCase, attention):
     if attention is PLAIN:
-        (plan, state), tokens = layer_runs.empty(case.spec), layer_runs.sequences()
+        layer, tokens = layer_runs.empty(case.spec), layer_runs.sequences()
     elif case.id != "kivi2":
         return
     else:
-        plan, state = windowed_runs.empty(case.spec, attention)
+        layer = windowed_runs.empty(case.spec, attention)
         tokens = windowed_runs.tokens_with_sinks()
     start = np.array([0, 5, 20, 40, 41, 30, 0, 40], np.int32)
     stop = np.array([48, 53, 68, 88, 81, 30, 1, 90], np.int32)
-
-    def run(route):
-        step = quick_jit(functools.partial(prefill_layer, route=route), static_argnums=0)
-        outs, at = [], np.zeros_like(start)
-        after = state
-        for begin, end in ((at, start), (start, stop)):
-            inputs = tokens.window(begin, end, TOKENS)
-            below = tokens.below(plan)
-            out, after, _ = step(plan, parameters_of(plan), after, inputs, below)
-            outs.append(np.where(np.asarray(inputs.valid)[:, None, :, None], out, 0))
-        return outs
-
+    run = functools.partial(two_prompts, layer, tokens, start, stop, TOKENS)
     Definition(monkeypatch)
     monkeypatch.setattr(cudnn, "BODY_CHUNK_ELEMENTS", 32 * 8 * 2 * 32)  # of 32 tokens
-    wanted, found = run(XLA), run(CUDNN_PROMPTS)
-    for name, want, out in zip(("first", "second"), wanted, found, strict=True):
+    wanted, outs = run(XLA), run(CUDNN_PROMPTS)
+    for name, want, out in zip(("first", "second"), wanted, outs, strict=True):
         assert row_errors(out, want).max() < ROUNDING, f"the {name} prompt"
     if attention is WINDOWED:
         return
     Definition(monkeypatch, "bfloat16")
     assert row_errors(run(CUDNN_PROMPTS)[1], wanted[1]).max() > 100 * ROUNDING, "bf16 would pass"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("attention", [PLAIN, Attention(window=200)], ids=["plain", "window"])
+def test_cudnn_attends_as_xla_does(attention):
+    capacity, width = 640, 320
+    dims = kvq.CacheDims(1, 4, 2, 64, 256, attention=(attention,))
+    cache = kvq.init_cache("kivi:bits=4,sink=0,recent=32,block=32", dims, 3, capacity, "bfloat16")
+    tokens = layer_runs.sequences(3, dims, capacity, dtype="bfloat16")
+    layer, start = (cache.plans[0], cache.layers[0]), np.array([0, 100, 320], np.int32)
+    stop = start + np.array([320, 257, 320], np.int32)
+    assert cudnn.unsupported(layer[0], tokens.window(start, stop, width)) is None
+    wanted, outs = (
+        two_prompts(layer, tokens, start, stop, width, route, jax.jit)
+        for route in (XLA, CUDNN_PROMPTS)
+    )
+    for name, want, out in zip(("first", "second"), wanted, outs, strict=True):
+        assert row_errors(out, want).max() < 2e-2, f"the {name} prompt"
+    assert row_errors(outs[1][1:], wanted[1][:-1]).max() > 0.1, "another row would pass"
 
 
 def test_prompts_on_a_gpu_go_to_cudnn_whatever_reads_the_body(monkeypatch):
