@@ -111,7 +111,7 @@ def _trips(plan: LayerPlan, q: jax.ShapeDtypeStruct, older: int, by: str) -> Ite
     ends = ((at + 1) * streaming.QUERY_CHUNK + windows for at in range(chunks))
     yield sum(math.ceil(end / streaming.EXACT_CHUNK) for end in ends) / chunks
     rows = 1, plan.heads, q.shape[1] // plan.heads * streaming.QUERY_CHUNK, plan.head_dim
-    queries = jax.ShapeDtypeStruct(rows, q.dtype)
+    queries = jnp.zeros(rows, q.dtype)
     yield math.ceil(body / streaming.chunk_tokens(regions.block, size, queries, plan.row_width))
 
 
