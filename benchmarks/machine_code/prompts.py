@@ -79,10 +79,13 @@ def measure(spec: str, tokens: int, older: int, by: Literal["xla", "cudnn"]) -> 
     with mock.patch.object(fused_attention_stablehlo, "check_cudnn_version", return_value=91000):
         compiled = compile_for(H200, step, (cache.layers[0], q, k, k, start)).compiled
     trips = iter(_trips(plan, q, older, by))
-    launches, written = _Program(compiled.as_text(), older=bool(older)).counted(trips)
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    if text is None or memory is None:
+        raise RuntimeError("XLA describes neither program nor memory")
+    launches, written = _Program(text, older=bool(older)).counted(trips)
     if left := list(trips):
         raise ValueError(f"the program has no loops for {left}")
-    return Count(launches, written, compiled.memory_analysis().temp_size_in_bytes)
+    return Count(launches, written, memory.temp_size_in_bytes)
 
 
 def _layer(

@@ -77,23 +77,25 @@ def attend_view(view: View, queries: Queries, read_body: BodyReader | None = Non
         return _attend_queries(view, queries, 0, tokens, read_body)
     chunks = -(-tokens // QUERY_CHUNK)
 
-    def padded(array: Array, axis: int, fill: int = 0) -> Array:
+    def axis(array: Array) -> int:
+        return min(array.ndim - 1, 2)  # [B, T] or [B, N, T, ...]
+
+    def padded(array: Array, fill: int = 0) -> Array:
         widths = [(0, 0)] * array.ndim
-        widths[axis] = (0, chunks * QUERY_CHUNK - tokens)
+        widths[axis(array)] = (0, chunks * QUERY_CHUNK - tokens)
         return jnp.pad(array, widths, constant_values=fill)
 
-    axes = Queries(2, 1, 1, None if queries.attended is None else (2, 2))
-    whole = jax.tree.map(padded, queries, axes)
+    whole = jax.tree.map(padded, queries)
     # a query at position -1 sees nothing
-    whole = whole._replace(positions=padded(queries.positions, 1, -1))
+    whole = whole._replace(positions=padded(queries.positions, -1))
 
     def one(i: Array) -> QueryBNTH:
         at = i * QUERY_CHUNK
 
-        def cut(array: Array, axis: int) -> Array:
-            return lax.dynamic_slice_in_dim(array, at, QUERY_CHUNK, axis)
+        def cut(array: Array) -> Array:
+            return lax.dynamic_slice_in_dim(array, at, QUERY_CHUNK, axis(array))
 
-        return _attend_queries(view, jax.tree.map(cut, whole, axes), at, QUERY_CHUNK, read_body)
+        return _attend_queries(view, jax.tree.map(cut, whole), at, QUERY_CHUNK, read_body)
 
     out = lax.map(one, jnp.arange(chunks, dtype=jnp.int32))  # [chunks, B, N, QUERY_CHUNK, H]
     return jnp.moveaxis(out, 0, 2).reshape(*whole.q.shape[:3], -1)[:, :, :tokens]
