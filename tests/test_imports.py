@@ -40,6 +40,8 @@ KERNEL_DOORS = {
     "kvq_jax/arrays/sparse_outliers.py": (LAYOUT,),
     "kvq_jax/arrays/uniform.py": ("pallas_kernels.stored_scales",),
     "kvq_jax/attention/arithmetic.py": (OPTIONS, "pallas_kernels.self_test"),
+    "kvq_jax/attention/cudnn.py": (PARTIAL,),
+    "kvq_jax/attention/dequantized_body.py": (PARTIAL,),
     "kvq_jax/attention/dispatch.py": (OPTIONS, "cpu_kernels.library"),
     "kvq_jax/attention/fused.py": ("pallas_kernels",),
     "kvq_jax/attention/native.py": (PARTIAL, "cpu_kernels"),

@@ -1,5 +1,5 @@
-"""Choose the code that reads a layer's body in a decode step, attends to a prompt on a CPU and, on
-a GPU, quantizes the blocks that age into the body.
+"""Choose the code that reads a layer's body in a decode step, attends to a prompt and, on a GPU,
+quantizes the blocks that age into the body.
 
 A caller asks for one of
 
@@ -31,7 +31,7 @@ import jax
 from cpu_kernels.library import instruction_set, unavailable
 from cpu_kernels.library import prompts_attended as prompts_attended
 from kvq_jax.arrays import stored as stored_arrays
-from kvq_jax.attention import arithmetic, native, prompt, streaming
+from kvq_jax.attention import arithmetic, cudnn, native, prompt, streaming
 from kvq_jax.codecs.codec import Codec, TokensAt
 from kvq_jax.codecs.kernel_readers import Reader
 from kvq_jax.codecs.kernels import KernelJob
@@ -49,20 +49,21 @@ class Route:
     Attributes:
         name: "xla", "native" or "pallas".
         launch: the options of the fused kernels, for "pallas".
-        prompts: the code that attends to prompts.
+        prompts: the code that attends to prompts. Each leaves to XLA what it does not serve.
         only_on: the platform that it serves, if a program may also be compiled for others. XLA
             serves those. None if it serves every platform that the program is compiled for.
     """
 
     name: Literal["xla", "native", "pallas"]
     launch: Launch | None = None
-    prompts: Literal["xla", "native"] = "xla"
+    prompts: Literal["xla", "native", "cudnn"] = "xla"
     only_on: Literal["cpu", "cuda"] | None = None
 
 
 XLA = Route("xla")
 NATIVE = Route("native", prompts="native")
 NATIVE_PROMPTS = Route("xla", prompts="native", only_on="cpu")
+CUDNN_PROMPTS = Route("xla", prompts="cudnn", only_on="cuda")
 Implementation: TypeAlias = Literal["xla", "pallas", "native"] | Launch | None
 
 MOST_NATIVE_TOKENS = 32  # new tokens of a row in one step
@@ -193,13 +194,17 @@ def choose(implementation: Implementation, plan: LayerPlan, query_heads: int, to
             reason = reason or no_triton()
         if reason:
             raise ValueError(f"no kernel for this cache: {reason}")
-        return Route("pallas", implementation)
+        return _by_kernels(implementation)
     if implementation not in ("pallas", "native"):
         raise ValueError(f"{implementation=}: choose 'xla', 'pallas' or 'native'")
     reason = unsupported(plan, query_heads, tokens, implementation) or no_device(implementation)
     if reason:
         raise ValueError(f"{implementation=} cannot run: {reason}")
-    return NATIVE if implementation == "native" else Route("pallas", _launch(plan, query_heads))
+    return NATIVE if implementation == "native" else _by_kernels(_launch(plan, query_heads))
+
+
+def _by_kernels(launch: Launch) -> Route:
+    return Route("pallas", launch, prompts="xla" if launch.interpret else "cudnn")
 
 
 def _automatic(plan: LayerPlan, query_heads: int, tokens: int) -> Route:
@@ -207,13 +212,13 @@ def _automatic(plan: LayerPlan, query_heads: int, tokens: int) -> Route:
     if no_device(kernels):
         return XLA
     if unsupported(plan, query_heads, tokens, kernels):
-        return NATIVE_PROMPTS if kernels == "native" else XLA
+        return NATIVE_PROMPTS if kernels == "native" else CUDNN_PROMPTS
     # A process may also compile for other platforms than its first device's, such as for a GPU or a
     # TPU that it does not have, or for its CPU.
     if kernels == "native":
         return dataclasses.replace(NATIVE, only_on="cpu")
-    launch = _launch(plan, query_heads)
-    return Route("pallas", launch, only_on=None if launch.interpret else "cuda")
+    route = _by_kernels(_launch(plan, query_heads))
+    return route if LAUNCH.interpret else dataclasses.replace(route, only_on="cuda")
 
 
 def _launch(plan: LayerPlan, query_heads: int) -> Launch:
@@ -302,8 +307,8 @@ def attend_prompt(
 ) -> QueryBNTH:
     """Attend as `streaming.attend` does, with NaN past the capacity, for the tokens of a prompt,
     which all see the same body. before: the state without them."""
-    attend = prompt.attend if route.prompts == "native" else streaming.attend
-    out = attend(plan, params, before, body, inputs, limits)
+    by = {"xla": streaming.attend, "native": prompt.attend, "cudnn": cudnn.attend}
+    out = by[route.prompts](plan, params, before, body, inputs, limits)
     return streaming.without_lost(plan, inputs.positions, out, before.floor)
 
 

@@ -10,14 +10,11 @@ served.
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from cpu_kernels.exact_attention import DTYPES, MOST_CHANNELS, MOST_GROUP, exact_attention
-from kvq_jax.arrays.stored import load_chunk
-from kvq_jax.attention import online_softmax, streaming
-from kvq_jax.attention.logits import first_inside
+from kvq_jax.attention import dequantized_body, online_softmax, streaming
 from kvq_jax.layer.plan import LayerPlan, LayerState, Sides
 from kvq_jax.types.array_types import LayerInputs, PositionsBT, QueryBNTH, RowsBKTH, Tree
 from pallas_kernels.decode_attention.partial_attention import PartialAttention
@@ -100,38 +97,18 @@ def _add_body(
     limits: PositionsBT,
     part: PartialAttention,
 ) -> PartialAttention:
-    """Return `part` with the body added: dequantize one chunk after the other, once for all
-    queries. Chunks before the windows of all queries are skipped."""
-    plan, regions = view.plan, view.plan.regions
-    size = regions.slots * regions.block if regions.wraps else regions.held_capacity
+    """Return `part` with the body added."""
+    size = dequantized_body.body_size(view)
     if not size:
         return part
-    chunk = streaming.chunk_tokens(regions.block, size, rows[:, :, :1], plan.row_width)
+    plan = view.plan
+    chunk = streaming.chunk_tokens(plan.regions.block, size, rows[:, :, :1], plan.row_width)
     none = jnp.zeros(limits.shape, jnp.int32)
 
-    def step(i: Array, part: PartialAttention) -> PartialAttention:
-        at, fresh = streaming.chunk_at(i, chunk, size)
-        index = regions.tokens_at(at + jnp.arange(chunk, dtype=jnp.int32), view.written)
-        positions = regions.sink + jnp.maximum(index, 0)
-        positions = jnp.broadcast_to(positions, (len(rows), chunk))
-
-        def vectors(side: int) -> RowsBKTH:
-            home = 0 if plan.joint else side
-            codec, params = (plan.k, plan.v)[side], view.params[side]
-            specs = plan.readable_specs(home, 1, 1, regions.block)
-            stored = load_chunk(specs, view.body[home], at // regions.block, chunk // regions.block)
-            cached = codec.dequantize(params, view.stats[home], stored)
-            return codec.vectors(params, cached, positions, view.rope)
-
-        keys, values = vectors(0), vectors(1)
-        seen = (index >= 0) & (index < limits[:, :1]) & fresh[None]
+    def attend(
+        keys: RowsBKTH, values: RowsBKTH, positions: Int[Array, "B C"], seen: Bool[Array, "B C"]
+    ) -> PartialAttention:
         reach = _reach(plan, inputs, positions, seen)
-        return online_softmax.merge(part, _attention(plan, rows, keys, values, reach, none))
+        return _attention(plan, rows, keys, values, reach, none)
 
-    begin, end = jnp.int32(0), jnp.max(regions.held(limits))
-    lower = first_inside(plan.attention, regions.sink, inputs.positions[:, 0])
-    if regions.wraps:
-        end = jnp.minimum(end, size)
-    elif lower is not None:
-        begin = jnp.min(regions.held_before(lower)) // chunk
-    return lax.fori_loop(begin, -(-end // chunk), step, part)
+    return dequantized_body.add_body(view, inputs.positions, limits, chunk, attend, part)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
@@ -63,32 +64,41 @@ def attend(
             sees, as it does after one token. The new rows are then read as the windows store them.
     """
     view = view_of(plan, params, windows, body, inputs, limits, appended)
-    tokens = inputs.q_rot.shape[2]
     queries = Queries(inputs.q_rot, inputs.positions, limits)
-    if tokens <= QUERY_CHUNK:
-        return _attend_queries(view, queries, 0, tokens, read_body or read_chunks)
+    return attend_view(view, queries, read_body)
 
+
+def attend_view(view: View, queries: Queries, read_body: BodyReader | None = None) -> QueryBNTH:
+    """Return the attention of the queries over the view and what they have attended to, as `attend`
+    does."""
+    read_body = read_body or read_chunks
+    tokens = queries.q.shape[2]
+    if tokens <= QUERY_CHUNK:
+        return _attend_queries(view, queries, 0, tokens, read_body)
     chunks = -(-tokens // QUERY_CHUNK)
-    padding = chunks * QUERY_CHUNK - tokens
-    padded = Queries(
-        jnp.pad(queries.q, ((0, 0), (0, 0), (0, padding), (0, 0))),
-        # a query at position -1 sees nothing
-        jnp.pad(queries.positions, ((0, 0), (0, padding)), constant_values=-1),
-        jnp.pad(queries.limits, ((0, 0), (0, padding))),
-    )
+
+    def axis(array: Array) -> int:
+        return min(array.ndim - 1, 2)  # [B, T] or [B, N, T, ...]
+
+    def padded(array: Array, fill: int = 0) -> Array:
+        widths = [(0, 0)] * array.ndim
+        widths[axis(array)] = (0, chunks * QUERY_CHUNK - tokens)
+        return jnp.pad(array, widths, constant_values=fill)
+
+    whole = jax.tree.map(padded, queries)
+    # a query at position -1 sees nothing
+    whole = whole._replace(positions=padded(queries.positions, -1))
 
     def one(i: Array) -> QueryBNTH:
         at = i * QUERY_CHUNK
-        part = Queries(
-            *(
-                lax.dynamic_slice_in_dim(a, at, QUERY_CHUNK, axis)
-                for a, axis in zip(padded, (2, 1, 1), strict=True)
-            )
-        )
-        return _attend_queries(view, part, at, QUERY_CHUNK, read_body or read_chunks)
+
+        def cut(array: Array) -> Array:
+            return lax.dynamic_slice_in_dim(array, at, QUERY_CHUNK, axis(array))
+
+        return _attend_queries(view, jax.tree.map(cut, whole), at, QUERY_CHUNK, read_body)
 
     out = lax.map(one, jnp.arange(chunks, dtype=jnp.int32))  # [chunks, B, N, QUERY_CHUNK, H]
-    return jnp.moveaxis(out, 0, 2).reshape(*padded.q.shape[:3], -1)[:, :, :tokens]
+    return jnp.moveaxis(out, 0, 2).reshape(*whole.q.shape[:3], -1)[:, :, :tokens]
 
 
 def without_lost(
@@ -125,11 +135,16 @@ def chunk_tokens(
 
 class Queries(NamedTuple):
     """The queries of one call, or a chunk of them: q [B, N, T, H], positions [B, T], limits [B, T]
-    (see `attend`)."""
+    (see `attend`).
+
+    attended: their attention over tokens outside of the view, and its log-sum-exp [B, N, T]. None
+        if they have seen nothing.
+    """
 
     q: QueryBNTH
     positions: PositionsBT
     limits: PositionsBT
+    attended: tuple[QueryBNTH, Float[Array, "B N T"]] | None = None
 
 
 class View(NamedTuple):
@@ -221,7 +236,7 @@ def _attend_queries(
     batch, heads, tokens, head_dim = queries.q.shape
     group = heads // view.plan.heads
     rows = queries.q.reshape(batch, view.plan.heads, group * tokens, head_dim)  # group-major
-    part = online_softmax.empty(batch, view.plan.heads, group * tokens, head_dim)
+    part = attention_so_far(queries, view.plan.heads)
     part = _add_exact(view, queries, rows, part, first, count)
     if view.plan.regions.axis is None:
         part = read_body(view, queries, rows, part)
@@ -229,6 +244,17 @@ def _attend_queries(
         of_shard = read_body(view, queries, rows, online_softmax.empty(*rows.shape))
         part = online_softmax.merge(part, online_softmax.across(of_shard, view.plan.regions.axis))
     return finished(view.plan, part, queries.q, view.sinks)
+
+
+def attention_so_far(queries: Queries, kv_heads: int) -> PartialAttention:
+    """Return the attention that the queries come with, in rows that are group-major."""
+    batch, heads, tokens, head_dim = queries.q.shape
+    rows = batch, kv_heads, heads // kv_heads * tokens
+    if queries.attended is None:
+        return online_softmax.empty(*rows, head_dim)
+    out, lse = queries.attended
+    m = lse.reshape(*rows, 1)
+    return PartialAttention(m, jnp.ones_like(m), out.reshape(*rows, -1).astype(jnp.float32))
 
 
 def finished(
@@ -254,6 +280,8 @@ def _add_exact(
     count: int,
 ) -> PartialAttention:
     regions, attention, size = view.plan.regions, view.plan.attention, view.keys.shape[2]
+    if not size:
+        return part
     chunk = min(size, EXACT_CHUNK)
 
     def step(i: int | Array, part: PartialAttention) -> PartialAttention:
@@ -282,7 +310,8 @@ def _add_exact(
         # a query that reaches no new token before `reached` reaches no older one either
         reached = jnp.asarray(first, jnp.int32) - attention.window + 1
         begin = jnp.where(reached > 0, (old + reached) // chunk, 0)
-    return lax.fori_loop(begin, -(-(old + first + count) // chunk), step, part)
+    end = jnp.minimum(old + first + count, size)
+    return lax.fori_loop(begin, -(-end // chunk), step, part)
 
 
 def read_chunks(

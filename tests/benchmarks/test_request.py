@@ -86,13 +86,13 @@ def test_what_cannot_be_measured_says_why(
 
 
 def test_the_page_has_medians_speeds_and_reasons(tmp_path: pathlib.Path):
-    missing = RequestRow(**dataclasses.asdict(CELL), skipped="the model has 8192 positions")
+    missing = RequestRow(**dataclasses.asdict(CELL), skipped="no such file")
     rows = (row(plan.KVQ, 4.0), row(plan.LLAMA_CPP, 8.0), missing)
     common = dict(title="T", cpu="c", cores=2, steps=3, rows=rows, **header(("x",)))
     text = report.page(RequestReport(**common), tmp_path / "request.json")
     assert "| 128 | kvq, dense | 64.0 | 2000 | 4.00 | 250.0 | 5 |" in text
     assert "| 128 | llama.cpp, dense | 64.0 | 2000 | 8.00 | 125.0 | 5 |" in text
-    assert "- the model has 8192 positions: smollm2, one core, 128 tokens (kvq dense)" in text
+    assert "- no such file: smollm2, one core, 128 tokens (kvq dense)" in text
 
 
 def test_the_peak_of_a_process_is_not_that_of_the_one_that_started_it():

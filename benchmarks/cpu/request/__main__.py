@@ -3,8 +3,11 @@
     python -m venv /tmp/llama_cpp
     CMAKE_ARGS=-DGGML_NATIVE=ON /tmp/llama_cpp/bin/pip install llama-cpp-python
     python -m venv /tmp/onnx && /tmp/onnx/bin/pip install onnxruntime onnx
+    python -m venv /tmp/quanto
+    /tmp/quanto/bin/pip install torch transformers optimum-quanto ninja
     python -m benchmarks.cpu.request --python-of llama.cpp=/tmp/llama_cpp/bin/python \\
-        --python-of onnxruntime=/tmp/onnx/bin/python --json request_cpu.json
+        --python-of onnxruntime=/tmp/onnx/bin/python \\
+        --python-of transformers=/tmp/quanto/bin/python --json request_cpu.json
 
 Each measurement is a process of its own. The file is written after each, and a run that finds it
 goes on where it ended. What is not installed is left out, with the reason.
@@ -152,8 +155,6 @@ class Run:
 
     def _reason(self, cell: Cell, seconds: float, long: set[Any]) -> str:
         """Return why a cell is not measured, or an empty text."""
-        if cell.prompt + self.options.steps + 1 > plan.POSITIONS[cell.model]:
-            return f"the model has {plan.POSITIONS[cell.model]} positions"
         if cell.cores > cores():
             return f"the process may use {cores()} cores"
         if cell.shorter in long:

@@ -15,7 +15,6 @@ MODULES = {
     ONNX: "with_onnx",
 }
 SMOLLM2 = "smollm2"
-POSITIONS = {SMOLLM2: 8192, LLAMA_1B: 131072}
 ATTENTION = "attention of a layer, "
 WAYS: dict[str, dict[str, tuple[str, ...]]] = {
     SMOLLM2: {

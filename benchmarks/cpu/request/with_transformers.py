@@ -1,10 +1,12 @@
 """Measure transformers. A way is float32 or bfloat16, with its dense cache, or with a bit width
-for its QuantizedCache: `float32, 4 bits`."""
+for its QuantizedCache: `float32, 4 bits`. That needs optimum-quanto, which compiles C++ with ninja
+when it first unpacks codes, before anything is timed."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import shutil
 from typing import Any
 
 from benchmarks.cpu.request.child import Request, measured_by, request_times
@@ -16,8 +18,12 @@ def measure(request: Request) -> dict[str, Any]:
     utilities: Any = importlib.import_module("transformers.cache_utils")
     torch.set_num_threads(request.cores)
     dtype, _, bits = request.way.partition(", ")
-    if bits and importlib.util.find_spec("optimum") is None:
-        return {"skipped": "QuantizedCache needs optimum-quanto, which is not installed"}
+    if bits:
+        if importlib.util.find_spec("optimum") is None:
+            return {"skipped": "QuantizedCache needs optimum-quanto, which is not installed"}
+        if lacking := [tool for tool in ("ninja", "c++") if shutil.which(tool) is None]:
+            missing = " and ".join(lacking)
+            return {"skipped": f"optimum-quanto compiles its kernels: PATH has no {missing}"}
     if request.warm:
         return {}
     model = transformers.AutoModelForCausalLM.from_pretrained(

@@ -14,7 +14,7 @@ import pytest
 
 import kvq_jax as kvq
 from kvq_jax.attention import dispatch, fused
-from kvq_jax.attention.dispatch import XLA, Route
+from kvq_jax.attention.dispatch import CUDNN_PROMPTS, XLA, Route
 from kvq_jax.cache.cache import CacheDims
 from kvq_jax.cache.update import decode_layer, prefill_layer
 from kvq_models import prefill as prefill_model
@@ -52,7 +52,7 @@ SPECS = (
 USUAL = ("innerq:bits=2", "nf4", SPECS[-1])
 INTERPRETED = Launch(interpret=True)
 BY_KERNEL = Route("pallas", INTERPRETED)
-ON_A_GPU = Route("pallas", Launch(), only_on="cuda")
+ON_A_GPU = Route("pallas", Launch(), prompts="cudnn", only_on="cuda")
 
 prefill = jax.jit(
     prefill_layer, static_argnums=0, static_argnames="route", compiler_options=QUICK_COMPILE
@@ -288,9 +288,11 @@ def test_without_a_gpu_xla_is_chosen_and_kernels_by_name_are_refused():
 def test_with_a_gpu_kernels_are_chosen_where_they_can_run(monkeypatch):
     on_a_gpu(monkeypatch)
     assert dispatch.choose(None, plan_of("kivi"), 4, 1) == ON_A_GPU
-    assert dispatch.choose("pallas", plan_of("kivi"), 4, 1) == Route("pallas", Launch())
+    assert dispatch.choose("pallas", plan_of("kivi"), 4, 1) == Route(
+        "pallas", Launch(), prompts="cudnn"
+    )
     assert dispatch.choose("xla", plan_of("kivi"), 4, 1) == XLA
-    assert dispatch.choose(None, plan_of("innerq:bits=8"), 4, 1) == XLA
+    assert dispatch.choose(None, plan_of("innerq:bits=8"), 4, 1) == CUDNN_PROMPTS
 
 
 def test_xla_by_name_launches_no_kernel_for_prompts_either(monkeypatch):
