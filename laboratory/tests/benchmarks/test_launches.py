@@ -7,10 +7,7 @@ from collections import Counter
 
 import pytest
 
-from benchmarks.machine_code.launches import (
-    of_a_layer,
-    thunks,
-)
+from benchmarks.machine_code.thunks import of_a_layer, thunks
 
 LIST = """\
 001: kCustomKernel [source        | next=002 (1)] decode_attention \
