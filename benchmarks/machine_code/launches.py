@@ -137,7 +137,7 @@ def measure(
     llama = abstract_llama(config, "bfloat16")
     llama.cache_parameters = nnx.data(tuple(calibrated(plan) for plan in cache.plans))
     program = compile_for(target, step, (llama, cache, jax.ShapeDtypeStruct((batch,), jnp.int32)))
-    layer = of_a_layer(by_name(thunks(program.thunks), program.compiled.as_text()))
+    layer = of_a_layer(by_name(thunks(program.thunks), program.compiled.as_text() or ""))
     counts = Counter(name for thunk in layer for name in thunk.launches(batch))
     graphs, outside = captured(program.captured)
     return Row(

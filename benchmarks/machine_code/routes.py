@@ -154,7 +154,11 @@ def _turboquant(bits: int, *limits: float, **fields: Any) -> Attention:
 
 
 def _dense(*limits: float, **fields: Any) -> Attention:
-    return _attention("dense", lambda channels: (uniform(None, channels),) * 2, limits, fields)
+    def sides(channels: int) -> tuple[Stored, Stored]:
+        side = uniform(None, channels)
+        return side, side
+
+    return _attention("dense", sides, limits, fields)
 
 
 def _attention(
