@@ -57,6 +57,15 @@ def report() -> ProtocolReport:
     return report
 
 
+def test_readme_says_what_another_model_makes_of_the_caches(report: ProtocolReport):
+    other = ProtocolReport.read(front_page.OTHER_FILE)
+    assert other.model != report.model
+    said = " ".join(front_page.section(report, "").split())
+    for row in other.rows:
+        if row.reading == "prompt":
+            assert f"{other.kl(row).value:#.2g} with `{row.cache}`" in said
+
+
 def test_the_picture_is_drawn_from_the_committed_results(report: ProtocolReport):
     assert front_picture.FILE.read_text(encoding="utf-8") == front_page.picture(report), (
         "python -m benchmarks.results_page draws it"

@@ -24,6 +24,7 @@ from kvq_tools.evaluation.protocol import (
 )
 
 FILE = RESULTS / "protocol_smollm2.json"
+OTHER_FILE = RESULTS / "protocol_gemma3.json"  # of another model
 PAGE = pathlib.Path(__file__).parents[2] / "README.md"
 BEGIN = "<!-- made by python -m benchmarks.results_page -->"
 END = "<!-- end of what was made -->"
@@ -139,10 +140,24 @@ def _note(report: ProtocolReport, results: str) -> str:
     texts = " and ".join(A_TEXT.get(domain, domain) for domain in outside)
     return (
         f"Bits and GiB are resident, for 1 and 16 sequences of {CONTEXT // 1024}K tokens of"
-        f" {llama_8b.NAME} (bfloat16: 4 and 64 GiB): the cache, what its method adds to the model,"
-        f" and the working memory of a step. KL to full precision is that of `{report.model}` on"
+        f" {llama_8b.NAME}: the cache, what its method adds to the model, and the working memory"
+        f" of a step. KL to full precision is that of `{report.model}` on"
         f" {texts}, with 95 % t intervals over {len(report.headline)} windows. Every cache keeps"
         f" the first {SINK} and the newest {RECENT} tokens exact, {share:.1%} of what a scored"
         f" token reads (more with blocks of 64 or 128).{readings_said}"
-        f"{learned} All rows: [the protocol]({results}{FILE.stem}.md)."
+        f"{learned} All rows: [the protocol]({results}{FILE.stem}.md).{_another_model(results)}"
+    )
+
+
+def _another_model(results: str, file: pathlib.Path = OTHER_FILE) -> str:
+    """Return the KL of another model's caches, or no text without its report."""
+    if not file.is_file():
+        return ""
+    report = ProtocolReport.read(file)
+    rows = (r for r in report.rows if (r.context, r.reading) == (LENGTH, "prompt"))
+    by_bits = sorted(rows, key=lambda row: row.sizes_8b()[0].resident)
+    *first, last = (f"{report.kl(row).value:#.2g} with `{row.cache}`" for row in by_bits)
+    return (
+        f" Another model orders caches otherwise: [`{report.model}`]({results}{file.stem}.md) has"
+        f" KL {', '.join(first)} and {last}."
     )
