@@ -17,7 +17,6 @@ from tests.exhaustive import some
 
 SIZES = [(size,) for size in placements.SIZES]
 TO_BE_MEASURED_AGAIN = {  # of a dirty tree; a name goes when its page is of a clean commit
-    "attention_waterfill_cpu",
     "launches_jax_0_12",
 }
 
