@@ -75,8 +75,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         choices=(*BASES, "best"),
         help=(
             "waterfill's channels of keys: RoPE pairs, which GPU kernels read too, an eigenbasis,"
-            " which only CPUs read, or the better of both (default: pairs, or what --calibration was"
-            " made for)"
+            " which only CPUs read, or the better of both (default: pairs, or what --calibration"
+            " was made for)"
         ),
     )
     parser.add_argument(
