@@ -7,8 +7,8 @@
 //               scales f16, bf16 or f32 [P, I / group, 32], or s8 with coarse_scales f16
 //               [P, I / 256, 32], or u8 exponents of MXFP4; minima likewise, but for exponents, or
 //               s8 factors of the scales. An array that there is none of is empty.
-//   attributes  centres f32 [matrices], integers from 0 to 15; levels f32 [matrices, 16], what codes
-//               of 4 bits stand for, or NaN for integers; digits s64, 3, or 1 to round
+//   attributes  centres f32 [matrices], integers from 0 to 15; levels f32 [matrices, 16], what
+//               codes of 4 bits stand for, or NaN for integers; digits s64, 3, or 1 to round
 //               activations to 8 bits; experts s64, of stacks of matrices, whose first axes are
 //               [experts P] then, and row t of x meets matrix chosen[t]
 //   results     y f32 [T, O] for each matrix, 32 (P - 1) < O <= 32 P

@@ -26,8 +26,10 @@ class GroupedCodes:
     levels: tuple[float, ...] | None = None
 
     def dequantized(self) -> Float[np.ndarray, "out in"]:
-        """Return the weight of integers in float32."""
-        values, groups = self.codes.T.astype(np.float32), self.scales.shape[1]
+        """Return the weight in float32."""
+        codes, groups = self.codes.T, self.scales.shape[1]
+        table = None if self.levels is None else np.array(self.levels, np.float32)
+        values = codes.astype(np.float32) if table is None else table[codes]
         size = len(values) // groups
         zeros, scales = (a.T.astype(np.float32) for a in (self.zeros, self.scales))
         for group, (zero, scale) in enumerate(zip(zeros, scales, strict=True)):
