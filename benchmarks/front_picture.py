@@ -1,7 +1,8 @@
-"""Draw docs/front.svg, the README's picture: KL over resident bytes of every measured cache.
+"""Draw KL over resident bytes of every measured cache: docs/front.svg, the README's picture, and
+one for each other model beside its results.
 
-`python -m benchmarks.results_page` writes it from the results of the README's table. Colours follow
-the reader's light or dark theme. A number is drawn with its 95 % interval.
+`python -m benchmarks.results_page` writes them from the rows of the protocol. Colours follow the
+reader's light or dark theme. A number is drawn with its 95 % interval.
 """
 
 from __future__ import annotations
@@ -52,11 +53,12 @@ def front(candidates: Sequence[Point]) -> list[Point]:
     ]
 
 
-def picture(candidates: Sequence[Point], windows: int, text: str, sample: str) -> str:
-    """Render the SVG of KL on `text`, with intervals over so many windows of `sample`."""
+def picture(candidates: Sequence[Point], subject: str, windows: int, sample: str) -> str:
+    """Render the SVG. subject: the model, its texts and how they are read. Intervals are over so
+    many windows of `sample`."""
     inside = [point for point in candidates if point.kl < KL[1]]
     best = front(inside)
-    parts = [*_head(text), *_axes()]
+    parts = [*_head(subject), *_axes()]
     parts += [_mark(point, "other", 2.5) for point in inside if point not in best]
     parts += [_mark(point, "front", 4.5) for point in best]
     parts += _labels(best)
@@ -68,7 +70,7 @@ def picture(candidates: Sequence[Point], windows: int, text: str, sample: str) -
     return "\n".join(parts) + "\n"
 
 
-def _head(text: str) -> Iterator[str]:
+def _head(subject: str) -> Iterator[str]:
     yield (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}"'
         ' font-family="system-ui, sans-serif" role="img" aria-label="KL to full precision over'
@@ -87,8 +89,7 @@ def _head(text: str) -> Iterator[str]:
     yield f'<rect class="paper" width="{WIDTH}" height="{HEIGHT}"/>'
     title = f"A cache of 32K tokens of {llama_8b.NAME}: 4 GiB in bfloat16, and quantized"
     yield _text(LEFT, 24, title, 15, "ink")
-    subject = f"KL to full precision in nats per token, SmolLM2-135M on {text}"
-    yield _text(LEFT, 44, subject, 12, "ink")
+    yield _text(LEFT, 44, f"KL to full precision in nats per token, {subject}", 12, "ink")
 
 
 def _rules(theme: int) -> str:

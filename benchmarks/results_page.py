@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 from benchmarks import (
     claims,
-    front_picture,
     measured_caches,
     mesh,
     serving_report,
@@ -32,7 +31,7 @@ from benchmarks.hosts import report as hosts
 from benchmarks.machine_code import launches
 from benchmarks.machine_code import report as machine_code
 from benchmarks.markdown import table
-from benchmarks.protocol import front_page
+from benchmarks.protocol import equal_bytes, front_page
 from benchmarks.protocol import page as protocol_page
 from benchmarks.protocol.report import ProtocolReport
 from benchmarks.quality import page as quality_page
@@ -209,7 +208,9 @@ def render(folder: pathlib.Path) -> dict[str, str]:
         table(HEAD, (index_line(*entry) for entry in reports)),
     ]
     made = {name: text + "\n" for name, text in ({INDEX: "\n\n".join(index)} | pages).items()}
-    return made | ({claims.FILE.name: claims.contents()} if folder == RESULTS else {})
+    if folder != RESULTS:
+        return made
+    return made | {page.FILE.name: page.contents() for page in (claims, equal_bytes)}
 
 
 def index_line(file: pathlib.Path, kind: Kind, report: Report) -> tuple[str, ...]:
@@ -247,14 +248,17 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _write_readme() -> None:
-    """Write the README's table, its picture, and the KL that `kvq memory` shows."""
+    """Write the README's table, the pictures, and the KL that `kvq memory` shows."""
     whole.write(measured_caches.FILE, measured_caches.contents(measured_caches.read()))
     if protocol := front_page.report_for_readme():
         page = front_page.PAGE.read_text(encoding="utf-8")
         section = front_page.section(protocol, "benchmarks/results/")
         whole.write(front_page.PAGE, front_page.replaced(page, section))
-        whole.write(front_picture.FILE, front_page.picture(protocol))
-    print(front_page.PAGE, measured_caches.FILE, front_picture.FILE, sep="\n")
+    print(front_page.PAGE, measured_caches.FILE, sep="\n")
+    for file in filter(pathlib.Path.is_file, (front_page.FILE, front_page.OTHER_FILE)):
+        picture = front_page.picture_of(file)
+        whole.write(picture, front_page.picture(ProtocolReport.read(file)))
+        print(picture)
 
 
 if __name__ == "__main__":

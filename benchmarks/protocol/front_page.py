@@ -20,6 +20,7 @@ from kvq_tools.evaluation.protocol import (
     READINGS,
     RECENT,
     SINK,
+    WORDS,
     Reading,
 )
 
@@ -93,17 +94,26 @@ def replaced(page: str, text: str) -> str:
     return f"{before}{BEGIN}\n\n{text}\n\n{END}{after}"
 
 
+def picture_of(file: pathlib.Path) -> pathlib.Path:
+    """Return where the picture of a report is: the README's, or beside the file."""
+    return front_picture.FILE if file == FILE else file.with_suffix(".svg")
+
+
 def picture(report: ProtocolReport) -> str:
-    """Render the README's picture."""
-    return front_picture.picture(
-        points(report), len(report.headline), "a novel and code", "two texts"
-    )
+    """Render a picture of the reading that has most caches."""
+    reading = most_measured(report)
+    subject = f"{report.model} on {_texts(report)}, {WORDS[reading]}"
+    windows, sample = len(report.headline), f"{len(_outside(report))} texts"
+    return front_picture.picture(points(report, reading), subject, windows, sample)
 
 
-def points(report: ProtocolReport) -> list[Point]:
-    """Return every cache with the protocol's windows in the README's first reading, the smallest
-    first."""
-    reading = readings(report)[0]
+def most_measured(report: ProtocolReport) -> Reading:
+    """Return the reading that has most caches, the harder of equals."""
+    return max(reversed(READINGS), key=lambda reading: len(points(report, reading)))
+
+
+def points(report: ProtocolReport, reading: Reading) -> list[Point]:
+    """Return every cache with the protocol's windows in one reading, the smallest first."""
     rows = (r for r in report.rows if (r.context, r.reading) == (LENGTH, reading))
     measured = [
         Point(row.cache, row.sizes_8b()[0].resident / 2**30, *report.kl(row))
@@ -113,12 +123,20 @@ def points(report: ProtocolReport) -> list[Point]:
     return sorted(measured, key=lambda point: point.gib)
 
 
-def _note(report: ProtocolReport, results: str) -> str:
-    outside = [
+def _outside(report: ProtocolReport) -> list[str]:
+    """Return the domains of the headline."""
+    return [
         text.domain
         for text in report.texts
         if report.calibration_text is None or text.domain != report.calibration_text.domain
     ]
+
+
+def _texts(report: ProtocolReport) -> str:
+    return " and ".join(A_TEXT.get(domain, domain) for domain in _outside(report))
+
+
+def _note(report: ProtocolReport, results: str) -> str:
     shown = readings(report)
     share = report.row(README[0], LENGTH, shown[0]).exact_share
     learned = (
@@ -137,14 +155,13 @@ def _note(report: ProtocolReport, results: str) -> str:
         ),
     }
     readings_said = "".join(read[reading] for reading in shown)
-    texts = " and ".join(A_TEXT.get(domain, domain) for domain in outside)
     return (
         f"Bits and GiB are resident, for 1 and 16 sequences of {CONTEXT // 1024}K tokens of"
         f" {llama_8b.NAME}: the cache, what its method adds to the model, and the working memory"
         f" of a step. KL to full precision is that of `{report.model}` on"
-        f" {texts}, with 95 % t intervals over {len(report.headline)} windows. Every cache keeps"
-        f" the first {SINK} and the newest {RECENT} tokens exact, {share:.1%} of what a scored"
-        f" token reads (more with blocks of 64 or 128).{readings_said}"
+        f" {_texts(report)}, with 95 % t intervals over {len(report.headline)} windows. Every cache"
+        f" keeps the first {SINK} and the newest {RECENT} tokens exact, {share:.1%} of what a"
+        f" scored token reads (more with blocks of 64 or 128).{readings_said}"
         f"{learned} All rows: [the protocol]({results}{FILE.stem}.md).{_another_model(results)}"
     )
 

@@ -10,7 +10,7 @@ import pytest
 
 import kvq_jax as kvq
 from benchmarks import llama_8b
-from benchmarks.protocol import front_page
+from benchmarks.protocol import equal_bytes, front_page
 from benchmarks.protocol.page import page
 from benchmarks.protocol.report import ProtocolReport
 
@@ -57,3 +57,39 @@ def test_a_cache_alone_gets_no_verdict(report: ProtocolReport):
     alone = dataclasses.replace(report, rows=report.rows[:1])
     assert "bits take" in page(report, front_page.FILE)
     assert "bits take" not in page(alone, front_page.FILE)
+
+
+def test_each_cache_meets_the_best_waterfill_cache_that_is_no_larger(report: ProtocolReport):
+    smaller = next(row for row in report.rows if row.cache == "waterfill:bits=2.5")
+    half = dataclasses.replace(
+        smaller.measured, window_kl=tuple(kl / 2 for kl in smaller.measured.window_kl)
+    )
+    larger = dataclasses.replace(
+        smaller, cache="waterfill:bits=4", spec="waterfill:bits=4,sink=4,recent=32", measured=half
+    )
+    both = dataclasses.replace(report, rows=(*report.rows, larger))
+    bits = larger.sizes_8b()[0].resident_bits
+    met = {row.cache: (row, best) for row, best, _ in equal_bytes.compared(both, "prompt", 0)}
+    assert len(met) == 9, "every cache of the README but waterfill itself"
+    for row, best in met.values():
+        fits = row.sizes_8b()[0].resident_bits >= bits
+        assert best == (larger if fits else smaller), row.cache
+    assert {best for _, best in met.values()} == {larger, smaller}, "the sizes decide nothing"
+
+
+def test_a_verdict_beside_waterfill_needs_the_whole_interval(report: ProtocolReport):
+    ratios = {
+        row.cache: (ratio, equal_bytes.verdict(ratio))
+        for row, _, ratio in equal_bytes.compared(report, "prompt", 0)
+        if ratio
+    }
+    for cache, (ratio, said) in ratios.items():
+        low, high = ratio.interval
+        by_hand = {
+            "behind": low > 1,
+            "not told apart": low <= 1 <= high,
+            "ahead": 1 / 1.5 <= high < 1,
+            "ahead by more than 1.5": high < 1 / 1.5,
+        }
+        assert [verdict for verdict, holds in by_hand.items() if holds] == [said], cache
+    assert {"ahead", "behind"} <= {said for _, said in ratios.values()}

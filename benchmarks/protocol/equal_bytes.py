@@ -1,0 +1,157 @@
+"""Make benchmarks/results/equal_bytes.md: waterfill beside every other cache of the protocol, at no
+more bytes than the other has.
+
+Budgets would flatter whichever method has a cache just below them. So each other cache is a budget
+of its own: of the waterfill caches that are no larger, the one with the least KL is compared with
+it, window by window. `python -m benchmarks.results_page` writes the file.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from collections.abc import Iterator, Sequence
+
+from benchmarks import llama_8b
+from benchmarks.markdown import table, with_interval
+from benchmarks.protocol import front_page
+from benchmarks.protocol.caches import EXACT
+from benchmarks.protocol.front_page import LENGTH
+from benchmarks.protocol.report import CONTEXT, ProtocolReport, Row
+from benchmarks.report_file import RESULTS
+from kvq_jax.cache.size import COMPARED_BATCHES
+from kvq_tools.evaluation.intervals import Estimate
+from kvq_tools.evaluation.protocol import READINGS, WORDS
+
+FILE = RESULTS / "equal_bytes.md"
+SOURCES = front_page.FILE, front_page.OTHER_FILE
+OURS = "waterfill"
+GOAL = 1.5  # times less KL
+HEAD = (
+    "cache",
+    "bits",
+    "KL",
+    f"`{OURS}` of no more bytes",
+    "bits",
+    "KL",
+    f"KL of `{OURS}` over the cache's",
+    "",
+)
+INTRODUCTION = f"""\
+# Waterfill at no more bytes than each other cache
+
+Made by `python -m benchmarks.results_page` from the rows of the protocol. For each other cache that
+was measured, the `{OURS}` cache with the least KL among those that are no larger, compared on the
+same windows, which are of other domains than the calibration's. Brackets are 95 % intervals, t, of
+the logs of the ratios, widened by rounding. Bits are resident, for {{batch}} of
+{CONTEXT // 1024}K tokens of {llama_8b.NAME}; all caches keep the same tokens exact."""
+
+
+def compared(
+    report: ProtocolReport, reading: str, batch: int
+) -> Iterator[tuple[Row, Row | None, Estimate | None]]:
+    """Yield each other cache, the smallest first, the waterfill cache beside it, and the ratio of
+    their KL; None without a waterfill cache that is no larger.
+
+    Args:
+        reading: of the protocol, at LENGTH tokens.
+        batch: index of the batch whose bytes are compared, in COMPARED_BATCHES.
+    """
+
+    def size(row: Row) -> int:
+        return row.sizes_8b()[batch].resident
+
+    rows = sorted(
+        (
+            row
+            for row in report.rows
+            if (row.context, row.reading, row.own_windows) == (LENGTH, reading, False)
+            and row.cache != EXACT
+        ),
+        key=size,
+    )
+    ours = [row for row in rows if _ours(row)]
+    for row in rows:
+        if _ours(row):
+            continue
+        no_larger = [one for one in ours if size(one) <= size(row)]
+        if not no_larger:
+            yield row, None, None
+            continue
+        best = min(no_larger, key=lambda one: report.kl(one).value)
+        yield row, best, best.measured.over(row.measured, report.headline)
+
+
+def verdict(ratio: Estimate | None) -> str:
+    """Return what the interval of a ratio of KL tells."""
+    if ratio is None:
+        return "none is so small"
+    low, high = ratio.interval
+    if high < 1 / GOAL:
+        return f"ahead by more than {GOAL:g}"
+    if high < 1:
+        return "ahead"
+    return "behind" if low > 1 else "not told apart"
+
+
+def contents(files: Sequence[pathlib.Path] = SOURCES) -> str:
+    """Render the page from the reports that are there."""
+    parts = [INTRODUCTION.format(batch=_sequences(COMPARED_BATCHES[0]))]
+    for file in files:
+        if not file.is_file():
+            continue
+        report = ProtocolReport.read(file)
+        parts.append(f"![KL over resident bytes, {report.model}]({_picture(file)})")
+        for reading in READINGS:
+            if any(best for _, best, _ in compared(report, reading, 0)):
+                parts += [
+                    f"## {report.model}, {WORDS[reading]}",
+                    f"[All numbers]({file.stem}.md).",
+                    table(HEAD, _lines(report, reading)),
+                    _counted(report, reading),
+                ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _lines(report: ProtocolReport, reading: str) -> Iterator[tuple[str, ...]]:
+    for row, best, ratio in compared(report, reading, 0):
+        beside = (
+            ("", "", "", "")
+            if best is None or ratio is None
+            else (
+                *_cells(report, best),
+                with_interval(*ratio, ".2f"),
+            )
+        )
+        yield (*_cells(report, row), *beside, verdict(ratio))
+
+
+def _cells(report: ProtocolReport, row: Row) -> tuple[str, str, str]:
+    return (
+        f"`{row.cache}`{'*' if row.calibrated else ''}",
+        f"{row.sizes_8b()[0].resident_bits:.2f}",
+        f"{report.kl(row).value:#.2g}",
+    )
+
+
+def _counted(report: ProtocolReport, reading: str) -> str:
+    """Say how many comparisons end in which verdict, by the bytes of each batch."""
+    said = []
+    for at, batch in enumerate(COMPARED_BATCHES):
+        verdicts = [verdict(ratio) for _, _, ratio in compared(report, reading, at)]
+        counts = [f"{verdicts.count(name)} {name}" for name in dict.fromkeys(sorted(verdicts))]
+        said.append(f"By the bytes of {_sequences(batch)}: {', '.join(counts)}.")
+    return " ".join(said)
+
+
+def _sequences(batch: int) -> str:
+    return "one sequence" if batch == 1 else f"{batch} sequences"
+
+
+def _picture(file: pathlib.Path) -> str:
+    """Return the picture of a report as this page links it."""
+    return os.path.relpath(front_page.picture_of(file), FILE.parent)
+
+
+def _ours(row: Row) -> bool:
+    return row.cache.partition(":")[0] == OURS
