@@ -202,7 +202,8 @@ def render(folder: pathlib.Path) -> dict[str, str]:
     ]
     protocol = front_page.report_for_readme(folder / front_page.FILE.name)
     if protocol:
-        index.append(front_page.section(protocol, ""))
+        other = front_page.other_report(folder / front_page.OTHER_FILE.name)
+        index.append(front_page.section(protocol, "", other))
     index += [
         "## Pages",
         table(HEAD, (index_line(*entry) for entry in reports)),
@@ -252,7 +253,7 @@ def _write_readme() -> None:
     whole.write(measured_caches.FILE, measured_caches.contents(measured_caches.read()))
     if protocol := front_page.report_for_readme():
         page = front_page.PAGE.read_text(encoding="utf-8")
-        section = front_page.section(protocol, "benchmarks/results/")
+        section = front_page.section(protocol, "benchmarks/results/", front_page.other_report())
         whole.write(front_page.PAGE, front_page.replaced(page, section))
     print(front_page.PAGE, measured_caches.FILE, sep="\n")
     for file in filter(pathlib.Path.is_file, (front_page.FILE, front_page.OTHER_FILE)):

@@ -57,13 +57,24 @@ def report() -> ProtocolReport:
     return report
 
 
-def test_readme_says_what_another_model_makes_of_the_caches(report: ProtocolReport):
-    other = ProtocolReport.read(front_page.OTHER_FILE)
+def test_readme_has_a_column_of_another_model(report: ProtocolReport):
+    other = front_page.other_report()
+    assert other
     assert other.model != report.model
-    said = " ".join(front_page.section(report, "").split())
+    reading = front_page.most_measured(other)
+    lines = front_page.section(report, "", other).splitlines()
+    cells = {
+        line.split("|")[1].strip(" `*"): line.split("|")[-2].strip()
+        for line in lines
+        if "|" in line
+    }
     for row in other.rows:
-        if row.reading == "prompt":
-            assert f"{other.kl(row).value:#.2g} with `{row.cache}`" in said
+        if row.reading == reading and row.cache in cells:
+            assert cells[row.cache].startswith(f"{other.kl(row).value:#.2g} ["), row.cache
+    measured = {row.cache for row in other.rows if row.reading == reading}
+    assert cells.keys() & measured
+    missing = cells.keys() - measured - {"cache", "---"}
+    assert all(cells[cache] == "" for cache in missing), "a cache without a row has a number"
 
 
 def test_the_pictures_are_drawn_from_the_committed_results():

@@ -47,6 +47,11 @@ def report_for_readme(file: pathlib.Path = FILE) -> ProtocolReport | None:
     return report if readings(report) else None
 
 
+def other_report(file: pathlib.Path = OTHER_FILE) -> ProtocolReport | None:
+    """Return the other model's report, or None without its file."""
+    return ProtocolReport.read(file) if file.is_file() else None
+
+
 def readings(report: ProtocolReport) -> list[Reading]:
     """Return the readings of which the report has every cache of the README, the harder first."""
     keys = {row.key for row in report.rows}
@@ -57,10 +62,16 @@ def readings(report: ProtocolReport) -> list[Reading]:
     ]
 
 
-def section(report: ProtocolReport, results: str) -> str:
-    """Render the table, the smallest cache first, and the paragraph below it. `results` leads from
-    the page to benchmarks/results."""
+def section(report: ProtocolReport, results: str, other: ProtocolReport | None = None) -> str:
+    """Render the table, the smallest cache first, and the paragraph below it.
+
+    Args:
+        report: the rows of the table.
+        results: leads from the page to benchmarks/results.
+        other: rows of another model, for one more column.
+    """
     shown = readings(report)
+    beside = () if other is None else (_column_of(other),)
     rows = sorted(
         (report.row(cache, LENGTH, shown[0]) for cache in README),
         key=lambda row: row.sizes_8b()[0].resident,
@@ -75,14 +86,28 @@ def section(report: ProtocolReport, results: str) -> str:
                 for reading in shown
             ),
             f"{row.measured.agreement(report.headline):.1%}",
+            *(column.get(row.cache, "") for _, column in beside),
         )
         for row in rows
     )
-    head = (*HEAD, *(COLUMNS[reading] for reading in shown), "same top token")
+    titles = (title for title, _ in beside)
+    head = (*HEAD, *(COLUMNS[reading] for reading in shown), "same top token", *titles)
     note = textwrap.fill(
-        _note(report, results), 100, break_long_words=False, break_on_hyphens=False
+        _note(report, results, other), 100, break_long_words=False, break_on_hyphens=False
     )
     return f"{table(head, lines)}\n\n{note}"
+
+
+def _column_of(report: ProtocolReport) -> tuple[str, dict[str, str]]:
+    """Return the title of another model's column, and the KL of each cache in the reading that has
+    most of them."""
+    reading = most_measured(report)
+    kl = {
+        row.cache: with_interval(*report.kl(row), "#.2g")
+        for row in report.rows
+        if (row.context, row.reading, row.own_windows) == (LENGTH, reading, False)
+    }
+    return f"{report.model}: {COLUMNS[reading]}", kl
 
 
 def replaced(page: str, text: str) -> str:
@@ -136,7 +161,7 @@ def _texts(report: ProtocolReport) -> str:
     return " and ".join(A_TEXT.get(domain, domain) for domain in _outside(report))
 
 
-def _note(report: ProtocolReport, results: str) -> str:
+def _note(report: ProtocolReport, results: str, other: ProtocolReport | None) -> str:
     shown = readings(report)
     share = report.row(README[0], LENGTH, shown[0]).exact_share
     learned = (
@@ -162,19 +187,16 @@ def _note(report: ProtocolReport, results: str) -> str:
         f" {_texts(report)}, with 95 % t intervals over {len(report.headline)} windows. Every cache"
         f" keeps the first {SINK} and the newest {RECENT} tokens exact, {share:.1%} of what a"
         f" scored token reads (more with blocks of 64 or 128).{readings_said}"
-        f"{learned} All rows: [the protocol]({results}{FILE.stem}.md).{_another_model(results)}"
+        f"{learned} All rows: [the protocol]({results}{FILE.stem}.md)."
+        f"{_another_model(other, results)}"
     )
 
 
-def _another_model(results: str, file: pathlib.Path = OTHER_FILE) -> str:
-    """Return the KL of another model's caches, or no text without its report."""
-    if not file.is_file():
+def _another_model(other: ProtocolReport | None, results: str) -> str:
+    """Say where another model's rows are, or nothing without them."""
+    if other is None:
         return ""
-    report = ProtocolReport.read(file)
-    rows = (r for r in report.rows if (r.context, r.reading) == (LENGTH, "prompt"))
-    by_bits = sorted(rows, key=lambda row: row.sizes_8b()[0].resident)
-    *first, last = (f"{report.kl(row).value:#.2g} with `{row.cache}`" for row in by_bits)
     return (
-        f" Another model orders caches otherwise: [`{report.model}`]({results}{file.stem}.md) has"
-        f" KL {', '.join(first)} and {last}."
+        f" Another model orders caches otherwise: [`{other.model}`]({results}{OTHER_FILE.stem}.md)"
+        " on the same texts."
     )
