@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from benchmarks.cpu.request import __main__ as command
-from benchmarks.cpu.request import child, plan, report
+from benchmarks.cpu.request import child, goals, plan, report
 from benchmarks.cpu.request.child import Request
 from benchmarks.cpu.request.plan import Cell
 from benchmarks.cpu.request.report import RequestReport, RequestRow
@@ -93,6 +93,32 @@ def test_the_page_has_medians_speeds_and_reasons(tmp_path: pathlib.Path):
     assert "| 128 | kvq, dense | 64.0 | 2000 | 4.00 | 250.0 | 5 |" in text
     assert "| 128 | llama.cpp, dense | 64.0 | 2000 | 8.00 | 125.0 | 5 |" in text
     assert "- no such file: smollm2, one core, 128 tokens (kvq dense)" in text
+
+
+@pytest.mark.parametrize(
+    ("prompt", "step_ms", "said"),
+    [
+        (128, 7.9, "0.99 | at most 1 | met"),
+        (128, 8.2, "1.02 | at most 1 | missed"),
+        (4096, 3.9, "0.49 | at most 0.5 | met"),
+        (4096, 7.9, "0.99 | at most 0.5 | missed"),
+    ],
+)
+def test_a_goal_is_judged_by_the_best_way_of_another_system(prompt: int, step_ms: float, said: str):
+    ours = dataclasses.replace(row(plan.KVQ, step_ms), way="kivi:bits=4", prompt=prompt)
+    best, worse = (
+        dataclasses.replace(row(plan.LLAMA_CPP, ms), way=way, prompt=prompt)
+        for way, ms in (("f16", 8.0), ("q8_0", 16.0))
+    )
+    shorter = dataclasses.replace(best, prompt=prompt - 1, samples_ms=(1.0,))
+    text = goals.goals([ours, worse, best, shorter])
+    assert (
+        f"| ms a token over llama.cpp's best | smollm2 | 1 | {prompt} | kivi:bits=4 | {said} |"
+        in text
+    )
+    assert "prompt's speed over llama.cpp's best" in text
+    assert "transformers" not in text, "a system that was not measured is judged"
+    assert not goals.goals([ours])
 
 
 def test_the_peak_of_a_process_is_not_that_of_the_one_that_started_it():

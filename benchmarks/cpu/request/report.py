@@ -8,6 +8,7 @@ import pathlib
 import statistics
 import textwrap
 
+from benchmarks.cpu.request.goals import goals
 from benchmarks.cpu.request.plan import ATTENTION, Cell
 from benchmarks.markdown import head, table
 from benchmarks.report_file import Report
@@ -69,6 +70,8 @@ def page(report: RequestReport, file: pathlib.Path) -> str:
     ]
     for (model, cores), of_table in itertools.groupby(sorted(rows, key=_table), key=_table):
         parts += [f"## {model}, {_cores(cores)}", _rows(list(of_table))]
+    if judged := goals(rows):
+        parts += ["## Goals", judged]
     if missing := _missing(report):
         parts += ["## Not measured", *missing]
     return "\n\n".join(parts)
