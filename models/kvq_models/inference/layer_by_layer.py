@@ -174,7 +174,7 @@ def prefill_together(
         for other in others:
             other.append(inputs)
 
-    passed = first.through(tokens, lengths, share)
+    passed = first.through(tokens, lengths, share if others else None)
     # each cache has lengths of its own
     filled = [other.filled(passed.cache.lengths + 0) for other in others]
     return first.logits(passed, lengths), (passed.cache, *filled)
