@@ -150,11 +150,12 @@ def compile_generation(
         (program,) = lowered_prompt(*prompt)
         where, filled = program.compile().output_shardings
         state = _placed(state, [*jax.tree.leaves(filled), where], placement)
+        compile_steps(llama, state, settings, history, drafts)
+        return
     with ThreadPoolExecutor(1) as beside:
         steps = beside.submit(_lowered_steps(llama, state, settings, history, drafts).compile)
-        if placement is None:
-            for program in lowered_prompt(*prompt):
-                program.compile()
+        for program in lowered_prompt(*prompt):
+            program.compile()
         _begin_counters(state)
         steps.result()
 
