@@ -3,6 +3,7 @@ of `kvq_models.generate`."""
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
+from jax.stages import Lowered
 from jaxtyping import Array, Int
 
 from kvq_jax.attention.dispatch import Implementation
@@ -20,6 +22,7 @@ from kvq_jax.placement.placement import Placement
 from kvq_jax.types.array_types import LengthsB
 from kvq_models.inference import decoding, generation, speculation
 from kvq_models.inference.generation import Generated, GenerationSettings, GenerationState
+from kvq_models.inference.prompts import lowered_prompt
 from kvq_models.inference.sampling import Sampling
 from kvq_models.inference.speculation import History
 from kvq_models.llama.model import Llama
@@ -133,26 +136,28 @@ def compile_generation(
     """Compile the programs that `generation.start` and `generation.advance` run for these prompts,
     padded as by `checked_tokens`. Nothing is consumed.
 
-    On one device both are compiled at once: XLA compiles the loop on one thread for most of its
-    time, and holds no lock of Python's.
+    On one device the loop is compiled, or loaded, while the prompt's programs are traced: it
+    takes longest, and XLA holds no lock of Python's.
     """
-
-    def start(llama: Llama, cache: Cache, tokens: Array, lengths: Array) -> GenerationState:
-        return generation.start(llama, cache, tokens, lengths, settings)
-
-    if cache.placement is not None:
-        tokens, lengths = jax.device_put((tokens, lengths), cache.placement.everywhere)
-    prefill = decoding.prefill_program.lower(
-        llama, cache, tokens, lengths, False, settings.implementation
-    )
-    with ThreadPoolExecutor(1) as beside:
-        compiled = beside.submit(prefill.compile)
-        state = jax.eval_shape(start, llama, cache, tokens, lengths)
-        if cache.placement is not None:
-            logits, filled = compiled.result().output_shardings
-            state = _placed(state, [*jax.tree.leaves(filled), logits], cache.placement)
+    placement = cache.placement
+    if placement is not None:
+        tokens, lengths = jax.device_put((tokens, lengths), placement.everywhere)
+    prompt = llama, cache, tokens, lengths, False, settings.implementation
+    logits = jax.ShapeDtypeStruct((cache.batch, llama.config.vocab_size), jnp.float32)
+    begun = functools.partial(generation.begun, max_new_tokens=settings.max_new_tokens)
+    state = jax.eval_shape(begun, cache, logits)
+    if placement is not None:
+        (program,) = lowered_prompt(*prompt)
+        where, filled = program.compile().output_shardings
+        state = _placed(state, [*jax.tree.leaves(filled), where], placement)
         compile_steps(llama, state, settings, history, drafts)
-        compiled.result()
+        return
+    with ThreadPoolExecutor(1) as beside:
+        steps = beside.submit(_lowered_steps(llama, state, settings, history, drafts).compile)
+        for program in lowered_prompt(*prompt):
+            program.compile()
+        _begin_counters(state)
+        steps.result()
 
 
 def _placed(state: GenerationState, first: list[Sharding], placement: Placement) -> GenerationState:
@@ -175,10 +180,24 @@ def compile_steps(
 ) -> None:
     """Compile `generation.advance`, or `speculation.advance` if there is a history, for a state or
     its description. Nothing is consumed."""
+    _lowered_steps(llama, state, settings, history, drafts).compile()
+    _begin_counters(state)
+
+
+def _lowered_steps(
+    llama: Llama,
+    state: GenerationState,
+    settings: GenerationSettings,
+    history: History | None,
+    drafts: int,
+) -> Lowered:
     if history is None:
-        generation.advance.lower(llama, state, settings, jnp.int32(0)).compile()
-    else:
-        speculation.advance.lower(llama, state, history, settings, jnp.int32(0), drafts).compile()
+        return generation.advance.lower(llama, state, settings, jnp.int32(0))
+    return speculation.advance.lower(llama, state, history, settings, jnp.int32(0), drafts)
+
+
+def _begin_counters(state: GenerationState) -> None:
+    """Run the small program of `generation.begun` before the clock runs."""
     placement = state.cache.placement
     everywhere = None if placement is None else placement.everywhere
-    generation.begun_counters(*state.tokens.shape, everywhere)  # before the clock runs, too
+    generation.begun_counters(*state.tokens.shape, everywhere)

@@ -23,8 +23,7 @@ from kvq_jax.attention.logits import attention_logits, inside_window
 from kvq_jax.cache.spec import CacheSpec
 from kvq_jax.layer.attention import PLAIN, Attention
 from kvq_jax.types.array_types import LayerInputs, LengthsB, QueryBNTH
-from kvq_models.inference import layer_by_layer
-from kvq_models.inference.layers import attention_inputs, finish_layer
+from kvq_models.inference.layers import attention_inputs, embed, finish_layer
 from kvq_models.inference.method_parameters import parameters_for
 from kvq_models.llama.model import HiddenBTD, Llama
 from kvq_models.llama.rope import ropes_for
@@ -46,7 +45,7 @@ def hidden_states(
     valid = index[None] < lengths[:, None]
     rope = ropes_for(llama.config, length)
     parameters = ((),) * len(llama.layers) if fake is None else parameters_for(llama, fake)
-    hidden, carry = layer_by_layer.embed(llama, tokens), ()
+    hidden, carry = embed(llama, tokens), ()
     for number, (layer, layer_parameters) in enumerate(zip(llama.layers, parameters, strict=True)):
         inputs = attention_inputs(layer, hidden, positions, valid, rope)
         keys, values = inputs.k_rot, inputs.v

@@ -26,7 +26,7 @@ from kvq_jax.cache.spec import CacheSpec
 from kvq_jax.placement.placement import Placement
 from kvq_jax.types.array_types import LengthsB, ValidBT
 from kvq_models.inference import layer_by_layer
-from kvq_models.inference.decoding import prefill_program
+from kvq_models.inference.prompts import read_prompt
 from kvq_models.llama.model import HiddenBTD, Llama
 from kvq_tools.evaluation.compare import Terms, compare, token_nats
 from kvq_tools.evaluation.defaults import CHUNK
@@ -119,7 +119,7 @@ class Through:
             ]
             return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *steps)
         new = jnp.clip(self.batch.lengths - part.start, 0, now.shape[1])
-        logits, self.cache = prefill_program(self.llama, self.cache, now, new, True)
+        logits, self.cache = read_prompt(self.llama, self.cache, now, new, True)
         return _compared(logits, exact, following)
 
     def _decode(self, at: int, *arrays: Array) -> Terms:

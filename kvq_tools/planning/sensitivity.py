@@ -22,8 +22,7 @@ from kvq_jax.cache.cache import init_cache
 from kvq_jax.cache.spec import CacheSpec
 from kvq_jax.cache.step import begin, finish, through_layer
 from kvq_jax.types.array_types import LayerInputs, QueryBNTH, RowsBKTH
-from kvq_models.inference.layer_by_layer import embed, head
-from kvq_models.inference.layers import attention_inputs, finish_layer
+from kvq_models.inference.layers import attention_inputs, embed, finish_layer, head
 from kvq_models.inference.method_parameters import parameters_for
 from kvq_models.llama.model import HiddenBTD, Layer, Llama
 from kvq_models.llama.rope import ropes_for

@@ -12,6 +12,7 @@ from kvq_jax.cache.spec import CacheSpec
 from kvq_models.inference import layer_by_layer
 from kvq_models.inference.checked_input import right_padded
 from kvq_models.inference.generation import begun, generation_settings, stream
+from kvq_models.inference.layers import head
 from kvq_models.llama.model import Llama
 from kvq_tools.evaluation.tasks.runner import ScoredAnswer, answers_of, batches, capacity
 from kvq_tools.evaluation.tasks.sample import AnswerRule, TaskPrompts, TaskSample
@@ -81,6 +82,6 @@ def _generated_together(
         if through:
             many = jnp.full(len(samples), through, jnp.int32)
             hidden, _, cache = layer_by_layer.decode(llama, cache, last, many)
-            after = layer_by_layer.head(llama, hidden[:, -1:])[:, 0]
+            after = head(llama, hidden[:, -1:])[:, 0]
         state = begun(cache, after, new)
         yield answers_of(stream(llama, state, settings), ends, task, samples, prompts)

@@ -14,15 +14,15 @@ import numpy as np
 import kvq_jax as kvq
 from benchmarks.cpu.request.child import Request, measured_by, request_times
 from kvq_models import prepare
-from kvq_models.inference.decoding import prefill_program
 from kvq_models.inference.generation import STREAM_STEPS, advance, begun, generation_settings
+from kvq_models.inference.prompts import lowered_prompt, read_prompt
 from kvq_models.llama.checkpoint import load_weights, open_checkpoint
 
 INT8, DENSE, ATTENTION = ", int8 activations", ", dense weights", "attention of a layer, "
 
 
 def measure(request: Request) -> dict[str, Any]:
-    """Measure as `kvq generate` computes: a prompt by one program, then tokens in segments."""
+    """Measure as `kvq generate` computes: a prompt layer by layer, then tokens in segments."""
     jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(request.folder, "programs")))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     named = {"version": f"{kvq.__version__}, JAX {jax.__version__}"}
@@ -39,7 +39,8 @@ def measure(request: Request) -> dict[str, Any]:
     settings = generation_settings(most)
     tokens = np.asarray([request.prompt_ids()], np.int32)
     lengths = np.asarray([request.prompt], np.int32)
-    reading = prefill_program.lower(llama, cache, tokens, lengths, False, None).compile()
+    for program in lowered_prompt(llama, cache, tokens, lengths):
+        program.compile()
     logits = jnp.zeros((1, llama.config.vocab_size), jnp.float32)
     looping = advance.lower(llama, begun(cache, logits, most), settings, jnp.int32(0)).compile()
     if request.warm:
@@ -50,13 +51,13 @@ def measure(request: Request) -> dict[str, Any]:
         state[:] = [looping(llama, state[0], settings, jnp.int32(tokens))]
         jax.block_until_ready(state[0].tokens)
 
-    def read_prompt() -> None:
-        logits, read = reading(llama, cache, tokens, lengths)
+    def first_token() -> None:
+        logits, read = read_prompt(llama, cache, tokens, lengths)
         state[:] = [begun(read, logits, most)]
         until(1)
 
     generated = iter(range(STREAM_STEPS, most + 1, STREAM_STEPS))
-    times = request_times(read_prompt, lambda: until(next(generated)), calls, STREAM_STEPS)
+    times = request_times(first_token, lambda: until(next(generated)), calls, STREAM_STEPS)
     return {**named, **times}
 
 

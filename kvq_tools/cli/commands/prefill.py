@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 
 import kvq_jax as kvq
-from kvq_models.inference import decoding
+from kvq_models.inference import decoding, prompts
 from kvq_models.inference.method_parameters import prepare
 from kvq_models.llama.packed_loading import fingerprint
 from kvq_tools.cli import device_memory, handover, inputs
@@ -58,10 +58,11 @@ def run(options: argparse.Namespace) -> None:
     tokens, lengths = decoding.checked_tokens(llama, cache, [prompt], None)
     arguments = llama, cache, tokens, lengths, False, options.implementation
     with progress("compiling"):
-        decoding.prefill_program.lower(*arguments).compile()
+        for program in prompts.lowered_prompt(*arguments):
+            program.compile()
     started = time.perf_counter()
     with reading(len(prompt), config.num_hidden_layers):
-        logits, cache = jax.block_until_ready(decoding.prefill_program(*arguments))
+        logits, cache = jax.block_until_ready(prompts.read_prompt(*arguments))
     seconds = time.perf_counter() - started
     check_finite([] if bool(jax.numpy.isfinite(logits).all()) else [options.cache.text])
     handover.save(out, llama, model_fingerprint, cache, prompt, logits, opening)

@@ -33,6 +33,7 @@ from kvq_models.inference.checked_input import check_dims, checked_tokens
 from kvq_models.inference.layers import run_layers
 from kvq_models.inference.method_parameters import parameters_for
 from kvq_models.inference.padding import cropped
+from kvq_models.inference.prompts import read_prompt
 from kvq_models.llama.model import Llama
 
 SCORE_CHUNK = 32  # tokens that `score` decodes in one step
@@ -71,40 +72,8 @@ def prefill(
     tokens, lengths = checked_tokens(llama, cache, unpadded, lengths)
     if logits not in ("last", "all"):
         raise ValueError(f'{logits=} must be "last" or "all"')
-    values, cache = prefill_program(llama, cache, tokens, lengths, logits == "all", implementation)
+    values, cache = read_prompt(llama, cache, tokens, lengths, logits == "all", implementation)
     return (cropped(values, unpadded.shape[1], fill=np.nan) if logits == "all" else values), cache
-
-
-@functools.partial(
-    jax.jit, static_argnames=("all_logits", "implementation"), donate_argnames="cache"
-)
-def prefill_program(
-    llama: Llama,
-    cache: Cache,
-    tokens: Array,
-    lengths: Array,
-    all_logits: bool,
-    implementation: Implementation = None,
-) -> tuple[Array, Cache]:
-    """Run the compiled part of `prefill` without its checks, for callers that have checked or
-    compile ahead of time."""
-    parameters = parameters_for(llama, cache.spec)
-    with crossing(cache.placement) as mesh:
-        llama, cache, tokens, lengths = mesh.taken((llama, cache, tokens, lengths))
-        step = begin(
-            cache,
-            tokens.shape[1],
-            lengths,
-            prefill=True,
-            parameters=parameters,
-            implementation=implementation,
-        )
-        hidden, cache = run_layers(llama, step, tokens)
-        if all_logits:
-            return jnp.where(step.valid[..., None], llama.logits(hidden), jnp.nan), cache
-        last = jnp.take_along_axis(hidden, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)
-        logits = llama.logits(last)[:, 0]
-        return jnp.where(lengths[:, None] > 0, logits, jnp.nan), cache
 
 
 def decode_step(

@@ -22,8 +22,9 @@ from kvq_jax.types.array_types import Integers
 from kvq_jax.types.integers import int32
 from kvq_jax.types.pytree import pytree
 from kvq_models.inference.checked_input import checked_tokens
-from kvq_models.inference.decoding import decode_step, implementations, prefill_program
+from kvq_models.inference.decoding import decode_step, implementations
 from kvq_models.inference.padding import bucket, cropped
+from kvq_models.inference.prompts import read_prompt
 from kvq_models.inference.sampling import Sampling, sample
 from kvq_models.llama.model import Llama
 
@@ -203,7 +204,7 @@ def start(
         raise ValueError(
             f"row {np.asarray(lengths).argmin()} has an empty prompt; give at least one token"
         )
-    logits, cache = prefill_program(llama, cache, tokens, lengths, False, implementation)
+    logits, cache = read_prompt(llama, cache, tokens, lengths, False, implementation)
     return begun(cache, logits, max_new_tokens)
 
 

@@ -1,40 +1,146 @@
-"""Run a model layer by layer from Python, to compare caches that are each used once.
+"""Run a model layer by layer from Python: prompts on a CPU, and comparisons of caches that are each
+used once.
 
-A compiled program of a whole model contains the code of every layer: for 30 layers that is a minute
-of compilation for each cache. Here the programs of a layer are compiled once and serve all equal
-layers, and the programs outside the cache serve every cache. In exchange, a step costs a dispatch
-per layer, and a layer's cache is copied when it is updated. Results equal `prefill` and
-`decode_step` up to rounding.
+A compiled program of a whole model contains the code of every layer: for 30 layers that is half a
+gigabyte, and a dozen seconds of compilation for each cache. Here the program of a layer is compiled
+once and serves all equal layers (layer_programs.py). Caches are consumed layer by layer. A layer
+does what it does in `run_layers`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+import numpy as np
+from jax.stages import Lowered
+from jaxtyping import Array, Float, Int
 
-from kvq_jax.cache.cache import Cache
-from kvq_jax.cache.step import begin, finish, through_layer
-from kvq_jax.types.array_types import LengthsB
+from kvq_jax.attention.dispatch import Implementation
+from kvq_jax.cache.cache import Cache, check_held
+from kvq_jax.types.array_types import LayerInputs, LengthsB, ValidBT
 from kvq_models.inference.checked_input import check_dims
-from kvq_models.inference.layers import attention_inputs, finish_layer
-from kvq_models.inference.method_parameters import parameters_for
+from kvq_models.inference.layer_programs import Arrays, LayerCall, Way, calls
 from kvq_models.llama.model import HiddenBTD, Llama
-from kvq_models.llama.rope import ropes_for
 
-embed = jax.jit(Llama.embed_tokens)
-head = jax.jit(Llama.logits)
+NewTokens: TypeAlias = Int[Array | np.ndarray, "B T"]
+NewLengths: TypeAlias = Int[Array | np.ndarray, "B"]  # of the real ones of each row
+
+
+class Passed(NamedTuple):
+    """Tokens [B, T] that went through all layers: the last layer's output [B, T, D], unspecified at
+    tokens that are not stored, a mask of those that are, [B, T], and the cache with them."""
+
+    hidden: HiddenBTD
+    stored: ValidBT
+    cache: Cache
+
+
+class Layers:
+    """A model and a cache as the arrays that the programs of the layers take. A cache goes through
+    the layers once."""
+
+    def __init__(self, llama: Llama, cache: Cache, way: Way):
+        self._weights, model = jax.tree.flatten(llama)
+        self._held, self._cached = jax.tree.flatten(cache)
+        self._calls, self._lengths = calls(model, self._cached, way), cache.lengths
+        self._outside = [self._weights[i] for i in self._calls.outside]
+        self._appended, self._carry = list[Arrays](), ()
+
+    def through(
+        self,
+        tokens: NewTokens,
+        lengths: NewLengths,
+        share: Callable[[LayerInputs], None] | None = None,
+    ) -> Passed:
+        """Add `lengths` [B] tokens of each row. `share` gets the inputs of each layer."""
+        hidden, positions, stored, counts = self._calls.first(
+            self._outside, self._lengths, tokens, lengths
+        )
+        for call in self._calls.layers:
+            hidden, state, self._carry, inputs = call.program(
+                self._weights_of(call),
+                *self._cached_of(call),
+                hidden,
+                positions,
+                stored,
+                self._carry,
+            )
+            self._appended.append(state)
+            if share is not None:
+                share(inputs)
+        return Passed(hidden, stored, self.filled(counts))
+
+    def append(self, inputs: LayerInputs) -> None:
+        """Append the inputs of another cache's layer to the next one."""
+        call = self._calls.layers[len(self._appended)]
+        state, self._carry = call.program(*self._cached_of(call), inputs, self._carry)
+        self._appended.append(state)
+
+    def filled(self, counts: LengthsB) -> Cache:
+        """Return the cache after all layers, with `counts` tokens in each row."""
+        leaves: list[Any] = [counts] * len(self._held)
+        for call, state in zip(self._calls.layers, self._appended, strict=True):
+            for at, array in zip(call.state, state, strict=True):
+                leaves[at] = array
+        return self._cached.unflatten(leaves)
+
+    def logits(
+        self, passed: Passed, lengths: NewLengths, *, all_logits: bool = False
+    ) -> Float[Array, "..."]:
+        """Return the logits after each row's last token, or after all tokens, as `prefill` does."""
+        return self._calls.last(self._outside, passed.hidden, passed.stored, lengths, all_logits)
+
+    def lowered(
+        self, tokens: NewTokens, lengths: NewLengths, *, all_logits: bool = False
+    ) -> list[Lowered]:
+        """Return the programs of `through` and `logits`, each once. Nothing is consumed."""
+        first = self._calls.first.lower(self._outside, self._lengths, tokens, lengths)
+        hidden, positions, stored, _ = _described(first)
+        programs, carry = {}, ()
+        for call in self._calls.layers:
+            arrays = (
+                self._weights_of(call),
+                *self._cached_of(call),
+                hidden,
+                positions,
+                stored,
+                carry,
+            )
+            shapes = tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(arrays))
+            kind = call.program, jax.tree.structure(arrays), shapes
+            if kind not in programs:
+                programs[kind] = call.program.lower(*arrays)
+            carry = _described(programs[kind])[2]
+        last = self._calls.last.lower(self._outside, hidden, stored, lengths, all_logits)
+        return [first, *programs.values(), last]
+
+    def _weights_of(self, call: LayerCall) -> Arrays:
+        return [self._weights[i] for i in call.weights]
+
+    def _cached_of(self, call: LayerCall) -> tuple[Arrays, Arrays]:
+        """Return the parameters and the state of a layer."""
+        return [self._weights[i] for i in call.parameters], [self._held[i] for i in call.state]
+
+
+def _described(lowered: Lowered) -> Any:
+    return jax.tree.map(lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype), lowered.out_info)
+
+
+def prompt_layers(llama: Llama, cache: Cache, implementation: Implementation = None) -> Layers:
+    """Return the layers as a prompt goes through them."""
+    return Layers(llama, cache, Way(prefill=True, implementation=implementation))
 
 
 def prefill_together(
     llamas: Sequence[Llama],
     caches: Sequence[Cache],
-    tokens: Int[Array, "B T"],
-    lengths: LengthsB | None = None,
+    tokens: NewTokens,
+    lengths: NewLengths | None = None,
 ) -> tuple[Float[Array, "B V"], tuple[Cache, ...]]:
-    """Add the same prompts to several empty caches, and return (logits, caches).
+    """Add the same prompts to several empty caches, which are consumed, and return (logits,
+    caches).
 
     Args:
         llamas: the model with each cache's parameters (`prepare`); they differ in nothing else.
@@ -50,51 +156,32 @@ def prefill_together(
     """
     for llama, cache in zip(llamas, caches, strict=True):
         check_dims(llama, cache)
+        check_held(cache)
         if int(cache.lengths.max()):
             raise ValueError(
                 f"a cache holds {int(cache.lengths.max())} tokens; prompts that are shared go into"
                 " empty caches"
             )
-    llama, rope = llamas[0], ropes_for(llamas[0].config, caches[0].capacity)
-    steps = [
-        begin(
-            cache,
-            tokens.shape[1],
-            lengths,
-            prefill=True,
-            parameters=parameters_for(prepared, cache.spec),
-        )
-        for prepared, cache in zip(llamas, caches, strict=True)
+    if lengths is None:
+        lengths = np.full(len(tokens), tokens.shape[1], np.int32)
+    first = Layers(llamas[0], caches[0], Way(prefill=True, shares=len(caches) > 1))
+    others = [
+        Layers(llama, cache, Way(prefill=True, attends=False))
+        for llama, cache in zip(llamas[1:], caches[1:], strict=True)
     ]
-    hidden = embed(llama, tokens)
-    for layer in llama.layers:
-        inputs = attention_inputs(layer, hidden, steps[0].positions, steps[0].valid, rope)
-        attention, first = through_layer(steps[0], inputs)
-        steps = [first, *(through_layer(step, inputs, attend=False)[1] for step in steps[1:])]
-        hidden = finish_layer(layer, hidden, attention, caches[0].placement)
-    last = (
-        hidden[:, -1:]
-        if lengths is None
-        else jnp.take_along_axis(hidden, lengths[:, None, None] - 1, axis=1)
-    )
-    return head(llama, last)[:, 0], tuple(finish(step) for step in steps)
+
+    def share(inputs: LayerInputs) -> None:
+        for other in others:
+            other.append(inputs)
+
+    passed = first.through(tokens, lengths, share if others else None)
+    # each cache has lengths of its own
+    filled = [other.filled(passed.cache.lengths + 0) for other in others]
+    return first.logits(passed, lengths), (passed.cache, *filled)
 
 
-def decode(
-    llama: Llama, cache: Cache, tokens: Int[Array, "B T"], lengths: LengthsB
-) -> tuple[HiddenBTD, Bool[Array, "B T"], Cache]:
-    """Add given tokens, `lengths` [B] of each row, as T single steps of `decode_step` would.
-
-    Returns (the last layer's output [B, T, D], a mask of the stored tokens [B, T], the cache). The
-    output at a token that was not stored is unspecified.
-    """
-    rope = ropes_for(llama.config, cache.capacity)
-    step = begin(
-        cache, tokens.shape[1], lengths, prefill=False, parameters=parameters_for(llama, cache.spec)
-    )
-    hidden = embed(llama, tokens)
-    for layer in llama.layers:
-        inputs = attention_inputs(layer, hidden, step.positions, step.valid, rope)
-        attention, step = through_layer(step, inputs)
-        hidden = finish_layer(layer, hidden, attention, cache.placement)
-    return hidden, step.valid, finish(step)
+def decode(llama: Llama, cache: Cache, tokens: NewTokens, lengths: NewLengths) -> Passed:
+    """Add given tokens, `lengths` [B] of each row, as T single steps of `decode_step` would. The
+    cache is consumed."""
+    check_held(cache)
+    return Layers(llama, cache, Way(prefill=False)).through(tokens, lengths)

@@ -27,7 +27,7 @@ def run_layers(llama: Llama, step: Step, tokens: Int[Array, "B T"]) -> tuple[Hid
     """Run all layers over the tokens of a step."""
     rope, split, placement = (
         ropes_for(llama.config, step.cache.capacity),
-        residual_split(step.cache),
+        residual_split(step.cache.placement),
         step.cache.placement,
     )
     hidden, positions, valid = split(embedded(llama, tokens, placement)), step.positions, step.valid
@@ -57,10 +57,9 @@ def _first_row(inputs: LayerInputs) -> LayerInputs:
     return dataclasses.replace(rows, rope=inputs.rope, sinks=inputs.sinks)
 
 
-def residual_split(cache: Cache) -> Callable[[HiddenBTD], HiddenBTD]:
+def residual_split(placement: Placement | None) -> Callable[[HiddenBTD], HiddenBTD]:
     """Return the identity on the residual stream, constrained on a mesh so that every device has
     the whole stream of the rows it serves."""
-    placement = cache.placement
     return (
         (lambda hidden: hidden)
         if placement is None
@@ -68,7 +67,10 @@ def residual_split(cache: Cache) -> Callable[[HiddenBTD], HiddenBTD]:
     )
 
 
-# equal layers are traced and lowered once, here as in _layer_step
+# for those who run layers one by one, and for the trace and the code of equal layers, which exist
+# once, here as in _layer_step
+embed = jax.jit(Llama.embed_tokens)
+head = jax.jit(Llama.logits)
 attention_inputs = jax.jit(Layer.attention_inputs, static_argnames="placement")
 
 

@@ -39,6 +39,19 @@ def test_each_cache_is_the_one_of_its_own_prefill():
         )
 
 
+def test_a_cache_alone_is_the_one_of_its_own_prefill():
+    llama, tokens = random_llama(tiny_config()), random_tokens((2, LENGTH))
+    first, second = (kvq.init_cache("dense", llama.config, 2, 64, "float32") for _ in range(2))
+    logits, (cache,) = prefill_together([llama], [first], tokens)
+    expected, _ = prefill(llama, second, tokens)
+    assert row_errors(logits, expected).max() < 1e-5
+    assert np.asarray(cache.lengths).tolist() == [LENGTH, LENGTH]
+    other, _ = prefill_together(
+        [llama], [kvq.init_cache("dense", llama.config, 2, 64, "float32")], tokens[:, ::-1]
+    )
+    assert row_errors(other, expected).max() > 1e-3, "another prompt has the same logits"
+
+
 def test_a_cache_that_holds_tokens_is_refused():
     llama, tokens = random_llama(tiny_config()), random_tokens((2, 8))
     _, held = prefill(llama, kvq.init_cache("dense", llama.config, 2, 64, "float32"), tokens)

@@ -16,8 +16,8 @@ from flax import nnx
 import kvq_jax as kvq
 from kvq_jax.cache.cache import plans
 from kvq_models import Sampling, generate, prefill, score
-from kvq_models.inference.decoding import prefill_program
 from kvq_models.inference.padding import bucket, padded
+from kvq_models.inference.prompts import read_prompt
 from tests.kvq_jax.layer_runs import beyond_rounding, live, parameters_of
 from tests.kvq_models.checkpoints import random_llama, random_tokens, row_errors, tiny_config
 from tests.methods_table import cases
@@ -135,7 +135,7 @@ def test_a_padded_prompt_leaves_the_cache_of_an_unpadded_one(case):
         tuple(parameters_of(plan) for plan in plans(spec, cache.dims, CAPACITY, "float32"))
     )
     tokens, lengths = random_tokens((1, length)), np.array([length], np.int32)
-    want, exact = prefill_program(llama, cache, tokens, jnp.asarray(lengths), False)
+    want, exact = read_prompt(llama, cache, tokens, jnp.asarray(lengths))
     found, after = prefill(llama, new_cache(spec, config=llama.config), tokens)
     assert padded(np.asarray(tokens), lengths, CAPACITY).shape == (1, 48), "no padding to test"
     assert row_errors(found, want).max() < 1e-4, "logits"

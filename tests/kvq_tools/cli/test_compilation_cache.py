@@ -130,10 +130,9 @@ def test_the_second_generate_compiles_nothing_that_takes_long(
         jax.monitoring.unregister_event_duration_listener(count)
     assert text == again
     assert kept >= 2, "neither the prompt's program nor that of the loop was kept"
+    assert first["cache_misses"] == kept, f"what takes long is not counted: {first}"
     assert second["cache_hits"] == kept, f"{kept} programs are on disk: {second}"
-    assert second["backend_compile_duration"] < first["backend_compile_duration"] / 2, (
-        f"{first}, {second}"
-    )
+    assert not second["cache_misses"], f"what takes long is compiled again: {second}"
 
 
 def test_a_folder_that_others_can_write_is_not_used(

@@ -18,6 +18,7 @@ from kvq_jax.attention.dispatch import Implementation
 from kvq_jax.cache.cache import Cache
 from kvq_models.inference.engine import programs
 from kvq_models.inference.engine.accepted import VACANT
+from kvq_models.inference.prompts import lowered_prompt, read_prompt
 from kvq_models.inference.row_sampling import row_rules
 from kvq_models.llama.model import Llama
 
@@ -52,18 +53,21 @@ def compile_at_once(
     slots, vacant = cache.batch, row_rules([VACANT])
     none = np.zeros(slots, np.int32)
     step = none, none > 0, none.astype(np.float32), np.bool_(False), row_rules([VACANT] * slots)
-    chunk = np.zeros((1, width), np.int32), np.zeros(1, np.int32), False
+    chunk = np.zeros((1, width), np.int32), np.zeros(1, np.int32)
     with ThreadPoolExecutor(2) as threads:
         done: list[Future[Any]] = [threads.submit(work) for work in beside]
         if cache.placement is None:
             for lowered in (
-                lambda: programs.prefill_chunk.lower(llama, row, *chunk, implementation),
-                lambda: programs.step_slots.lower(llama, cache, offsets, *step, implementation),
-                lambda: programs.fill_slot.lower(
-                    cache, row, offsets, np.int32(0), logits, programs.padded_bias(()), vacant
-                ),
+                # the one that takes longest begins first
+                lambda: [programs.step_slots.lower(llama, cache, offsets, *step, implementation)],
+                lambda: lowered_prompt(llama, row, *chunk, False, implementation),
+                lambda: [
+                    programs.fill_slot.lower(
+                        cache, row, offsets, np.int32(0), logits, programs.padded_bias(()), vacant
+                    )
+                ],
             ):
-                done.append(threads.submit(lowered().compile))
+                done += [threads.submit(program.compile) for program in lowered()]
         for one in done:
             one.result()
 
@@ -73,7 +77,8 @@ class Compiler:
     at work. row: the layout of a prompt's row. width: of the program that is compiled."""
 
     def __init__(self, llama: Llama, row: Cache, implementation: Implementation, width: int):
-        self._llama, self._layout, self._implementation = llama, row, implementation
+        self._llama, self._layout = llama, row
+        self._implementation: Implementation = implementation
         self._at_work = threading.Lock()
         compiled = Future[None]()
         compiled.set_result(None)
@@ -138,9 +143,7 @@ class Compiler:
                 self._llama, row, tokens, lengths, tokens, self._implementation
             )
         else:
-            _, row = programs.prefill_chunk(
-                self._llama, row, tokens, lengths, False, self._implementation
-            )
+            _, row = read_prompt(self._llama, row, tokens, lengths, False, self._implementation)
         none = jax.device_put(np.zeros(1, np.int32), self._layout.lengths.sharding)
         return dataclasses.replace(row, lengths=none)
 

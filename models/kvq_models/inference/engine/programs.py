@@ -18,19 +18,15 @@ from jaxtyping import Array, Bool, Float, Int
 from kvq_jax.attention.dispatch import Implementation
 from kvq_jax.cache.cache import Cache, init_cache
 from kvq_jax.cache.row_operations import replace_row
-from kvq_jax.cache.step import begin
 from kvq_jax.placement.placement import Placement
-from kvq_models.inference.decoding import decode_step, prefill_program
+from kvq_models.inference.decoding import decode_step
 from kvq_models.inference.engine.requests import MOST_BIASED
-from kvq_models.inference.layers import run_layers
-from kvq_models.inference.method_parameters import parameters_for
+from kvq_models.inference.layer_by_layer import NewLengths, NewTokens
+from kvq_models.inference.prompts import read_hidden
 from kvq_models.inference.row_sampling import Drawn, RowRules, draw, most_likely
-from kvq_models.llama.model import Llama
+from kvq_models.llama.model import HiddenBTD, Llama
 
 SCORED = 32  # prompt tokens whose logits exist at a time
-
-prefill_chunk = prefill_program
-
 
 Offsets: TypeAlias = Float[Array, "B V"]  # what requests add to the logits of their slots
 
@@ -103,32 +99,31 @@ def fill_slot(
     return draw(logits, rules, logits + new[None]), replace_row(cache, slot, row), empty, offsets
 
 
-@functools.partial(jax.jit, static_argnames="implementation", donate_argnames="row")
 def score_chunk(
     llama: Llama,
     row: Cache,
-    tokens: Int[Array, "1 T"],
-    lengths: Int[Array, "1"],
-    following: Int[Array, "1 T"],
+    tokens: NewTokens,
+    lengths: NewLengths,
+    following: NewTokens,
     implementation: Implementation = None,
 ) -> tuple[
     Float[Array, "1 V"], tuple[Float[Array, "T"], Int[Array, "T A"], Float[Array, "T A"]], Cache
 ]:
-    """Do what `prefill_chunk` does, and return log p of the token that follows each one, with the
+    """Do what `read_prompt` does, and return log p of the token that follows each one, with the
     most probable tokens there.
 
     Attention inside the chunk is exact, as in any prefill. [T, V] logits never exist at once.
     """
-    step = begin(
-        row,
-        tokens.shape[1],
-        lengths,
-        prefill=True,
-        parameters=parameters_for(llama, row.spec),
-        implementation=implementation,
-    )
-    hidden, row = run_layers(llama, step, tokens)
-    width = tokens.shape[1]
+    hidden, row = read_hidden(llama, row, tokens, lengths, implementation)
+    return *_scores(llama, hidden, lengths, following), row
+
+
+@jax.jit
+def _scores(
+    llama: Llama, hidden: HiddenBTD, lengths: Int[Array, "1"], following: Int[Array, "1 T"]
+) -> tuple[Float[Array, "1 V"], tuple[Float[Array, "T"], Int[Array, "T A"], Float[Array, "T A"]]]:
+    """Return the last token's logits and the scores of `score_chunk`."""
+    width = hidden.shape[1]
     parts = -(-width // SCORED)
     padded = jnp.pad(hidden[0], ((0, parts * SCORED - width), (0, 0)))
     asked = jnp.pad(following[0], (0, parts * SCORED - width))
@@ -147,4 +142,4 @@ def score_chunk(
     last = llama.logits(
         jnp.take_along_axis(hidden, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)
     )[:, 0]
-    return last, (following_logprobs, likely, values), row
+    return last, (following_logprobs, likely, values)

@@ -9,6 +9,7 @@ from kvq_jax.attention.dispatch import Implementation
 from kvq_jax.cache.cache import Cache
 from kvq_models.inference.engine import programs
 from kvq_models.inference.engine.accepted import Accepted
+from kvq_models.inference.prompts import read_prompt
 from kvq_models.llama.model import Llama
 
 
@@ -34,6 +35,6 @@ def read_chunk(
         )
         accepted.add_scores(len(after), *(np.asarray(score) for score in scores))
     else:
-        logits, row = programs.prefill_chunk(llama, row, tokens, lengths, False, implementation)
+        logits, row = read_prompt(llama, row, tokens, lengths, False, implementation)
     accepted.read += count
     return logits, row

@@ -11,11 +11,11 @@ import pytest
 
 import kvq_jax as kvq
 from kvq_models import Llama, prepare
-from kvq_models.inference.engine import programs
 from kvq_models.inference.engine.engine import Engine
 from kvq_models.inference.engine.pieces import RowPiece, RowPieces
 from kvq_models.inference.engine.prefixes import PrefixStore, chunk_keys, scope_of
 from kvq_models.inference.engine.requests import Ended, Request
+from kvq_models.inference.prompts import read_prompt
 from kvq_models.inference.sampling import Sampling
 from tests.kvq_models.checkpoints import random_llama, tiny_config
 from tests.kvq_models.inference.engine.test_engine import without_ticket
@@ -107,9 +107,7 @@ def test_a_row_from_pieces_has_the_bits_of_the_one_that_was_read(case):
         own = prompt[read : read + CHUNK]
         tokens = np.zeros((1, CHUNK), np.int32)
         tokens[0, : len(own)] = own
-        logits, row = programs.prefill_chunk(
-            llama, row, tokens, np.array([len(own)], np.int32), False, None
-        )
+        logits, row = read_prompt(llama, row, tokens, np.array([len(own)], np.int32))
         pieces.append(parts.cut(row, read, read + len(own), logits))
         read += len(own)
     expected = bits(row)

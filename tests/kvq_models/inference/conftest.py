@@ -1,4 +1,4 @@
-"""What the tests of the engine share."""
+"""What the tests of inference share."""
 
 from __future__ import annotations
 
