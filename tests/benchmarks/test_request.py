@@ -50,6 +50,23 @@ def test_the_first_call_after_the_prompt_does_not_count():
     assert len(times["samples_ms"]) == 3
 
 
+def test_short_prompts_are_read_three_times_and_their_median_counts(monkeypatch):
+    monkeypatch.setattr(child, "timed", lambda work: work())
+    taken = iter([9.0, 1.0, 4.0, 2.0, 2.0])
+    readings = dataclasses.replace(REQUEST, prompt=1024).readings
+    emptied = []
+    times = child.request_times(
+        lambda: next(taken),
+        lambda: next(taken),
+        1,
+        readings=readings,
+        reset=lambda: emptied.append(True),
+    )
+    assert len(emptied) == 3
+    assert times == {"first_ms": 4.0, "samples_ms": [2.0]}
+    assert dataclasses.replace(REQUEST, prompt=1025).readings == 1
+
+
 def test_a_run_goes_on_where_it_ended_and_measures_again_what_failed(tmp_path: pathlib.Path):
     file, failed = tmp_path / "request.json", dataclasses.replace(CELL, way="kivi:bits=4")
     rows = (row(plan.KVQ, 7.0), RequestRow(**dataclasses.asdict(failed), skipped="no"))

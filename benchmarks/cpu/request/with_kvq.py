@@ -46,18 +46,31 @@ def measure(request: Request) -> dict[str, Any]:
     if request.warm:
         return named
     state: list[Any] = []
+    del cache
+
+    def reset() -> None:
+        state.clear()
+        empty = kvq.init_cache(spec, llama.config, 1, request.prompt + most, "float32")
+        state.append(jax.block_until_ready(empty))
 
     def until(tokens: int) -> None:
         state[:] = [looping(llama, state[0], settings, jnp.int32(tokens))]
         jax.block_until_ready(state[0].tokens)
 
     def first_token() -> None:
-        logits, read = read_prompt(llama, cache, tokens, lengths)
+        logits, read = read_prompt(llama, state.pop(), tokens, lengths)
         state[:] = [begun(read, logits, most)]
         until(1)
 
     generated = iter(range(STREAM_STEPS, most + 1, STREAM_STEPS))
-    times = request_times(first_token, lambda: until(next(generated)), calls, STREAM_STEPS)
+    times = request_times(
+        first_token,
+        lambda: until(next(generated)),
+        calls,
+        STREAM_STEPS,
+        readings=request.readings,
+        reset=reset,
+    )
     return {**named, **times}
 
 

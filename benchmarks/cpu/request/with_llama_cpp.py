@@ -41,8 +41,13 @@ def measure(request: Request) -> dict[str, Any]:
         token[0] = int(numpy.ctypeslib.as_array(logits, shape=(llama.n_vocab(),)).argmax())
 
     after(ids[:8])  # what is allocated and chosen once
-    llama.reset()
-    times = request_times(lambda: after(ids), lambda: after(token), request.steps)
+    times = request_times(
+        lambda: after(ids),
+        lambda: after(token),
+        request.steps,
+        readings=request.readings,
+        reset=llama.reset,
+    )
     return {"version": f"llama-cpp-python {version} ({instructions.strip()})", **times}
 
 

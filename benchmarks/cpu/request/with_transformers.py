@@ -41,15 +41,21 @@ def measure(request: Request) -> dict[str, Any]:
         output = model(tokens, past_key_values=state[0], logits_to_keep=1)
         state[1:] = [output.logits.argmax(-1)]
 
-    def read_prompt(ids: list[int]) -> None:
+    def reset() -> None:
         state[:] = [cache()]
-        after(torch.tensor([ids]))
 
     with torch.inference_mode():
         ids = request.prompt_ids()
-        read_prompt(ids[:8])
+        reset()
+        after(torch.tensor([ids[:8]]))
         after(state[1])
-        times = request_times(lambda: read_prompt(ids), lambda: after(state[1]), request.steps)
+        times = request_times(
+            lambda: after(torch.tensor([ids])),
+            lambda: after(state[1]),
+            request.steps,
+            readings=request.readings,
+            reset=reset,
+        )
     return {"version": f"{transformers.__version__}, torch {torch.__version__}", **times}
 
 
