@@ -76,23 +76,28 @@ def appending(spec: str) -> Built:
         [_struct(BATCH, HEADS, slots, CHANNELS)] * 2
         for slots in (1, regions.sink, regions.ring_slots)
     )
-    numbers = _struct(BATCH, dtype=jnp.int32)
+    numbers, rotation = _struct(BATCH, dtype=jnp.int32), None
+    if plan.k.facts.form == "before_rope":
+        rotation = tuple(_struct(*shape, dtype=jnp.float32) for shape in ((CHANNELS // 2,), ()))
 
-    def append(bodies: Any, sinks: Any, rings: Any, rows: Any, at: Any, q: Any, params: Any) -> Any:
-        sides = []
+    def append(
+        bodies: Any, sinks: Any, rings: Any, rows: Any, at: Any, asked: Any, params: Any
+    ) -> Any:
+        sides, (q, rotation) = [], asked
         for i, (codec, body) in enumerate(zip(plan.codecs, bodies, strict=True)):
             stats = codec.statistics.initial(BATCH, HEADS)
             writer = block_writer(plan, codec, params[i], stats, LAUNCH)
             assert writer is not None, "no kernel writes this format"
             sides.append(Side(rows[i], sinks[i], rings[i], Blocks(body, *writer)))
-        places, queries = Places(at, at > 0, at, at, at > 1), WindowQueries(q, at, at)
+        places, queries = Places(at, at > 0, at, at, at > 1), WindowQueries(q, at, at, rotation)
         after, parts = append_token(
             sides, places, block=regions.block, queries=queries, launch=LAUNCH
         )
         return [(side.sink, side.ring, _body(side)) for side in after], parts
 
     q = _struct(BATCH, HEADS, GROUP, CHANNELS)
-    return append, (bodies, sink, ring, new, numbers, q, calibrated(plan)), (0, 1, 2)
+    asked = q, rotation
+    return append, (bodies, sink, ring, new, numbers, asked, calibrated(plan)), (0, 1, 2)
 
 
 def _body(side: Side) -> Any:
@@ -140,7 +145,13 @@ KERNELS = (
             lambda s=spec: appending(s),
             cap_spill_bytes=512 if "innerq" in spec else 128,
         )
-        for spec in ("kivi:bits=4", "kivi:bits=2", "innerq:bits=2", "nf4")
+        for spec in (
+            "kivi:bits=4",
+            "kivi:bits=2",
+            "innerq:bits=2",
+            "nf4",
+            "kivi:bits=4,pre_rope=true",
+        )
     ),
     StepKernel("merge", "merge_mosaic_gpu_kernel", merging),
     *(
