@@ -154,6 +154,17 @@ def _normal_float(bits: int, *limits: float, **fields: Any) -> Attention:
     return _attention(f"nf{bits}", sides, limits, fields)
 
 
+def _nuq(bits: int, *limits: float, **fields: Any) -> Attention:
+    """Return KVQuant's tables without outliers: keys before RoPE with scales of channels, values
+    with scales that all heads of a token share."""
+
+    def sides(channels: int) -> tuple[Stored, Stored]:
+        group = ChannelGroup(KV_HEADS, channels)
+        return tables(bits, channels, None, pre_rope=True), tables(bits, channels, group)
+
+    return _attention(f"nuq{bits}, before RoPE", sides, limits, fields)
+
+
 def _turboquant(bits: int, *limits: float, **fields: Any) -> Attention:
     """Return tables with a norm for each head of a token, and the zero points that kernels add."""
 
@@ -206,6 +217,8 @@ ATTENTIONS = (
     _before_rope(2, 3.4, 0.85, 8, cap_spill_bytes=128),
     _before_rope(4, 4.0, 1.0, 8, channels=64, cap_spill_bytes=64),
     _before_rope(4, 3.3, 0.85, 8, channels=256, cap_spill_bytes=128),
+    _nuq(4, 9, 9, 8),
+    _nuq(3, 9, 9, 8),
     # one spill in the loop on an A100
     _innerq(3, "hybrid", 3.2, 1.5, 10.5, window=True, cap_spill_bytes=128, loop_spills=True),
     _kivi(2, 2.6, 1.05, 12, window=True, cap_spill_bytes=128),  # 2.24 on an H200, 2.51 on an L40

@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic.codebook import CodebookKeys
+from pallas_kernels.mosaic.codebook import ChannelKeys, CodebookKeys
 from pallas_kernels.mosaic.grouped import GroupedKeys
 from pallas_kernels.mosaic.matrices import Matrices, splat
 from pallas_kernels.mosaic.registers import ROWS, SIDE, WARPS
@@ -41,8 +41,10 @@ class RotatedKeys:
 
     @classmethod
     def of(cls, reader: RotatedReader, span: int) -> RotatedKeys:
-        kind = CodebookKeys if isinstance(reader.inner, CodebookReader) else GroupedKeys
-        return cls(reader, kind.of(reader.inner, span))
+        inner, kind = reader.inner, GroupedKeys
+        if isinstance(inner, CodebookReader):
+            kind = ChannelKeys if inner.affine == "channels" else CodebookKeys
+        return cls(reader, kind.of(inner, span))
 
     @property
     def chunks(self) -> tuple[int, int]:

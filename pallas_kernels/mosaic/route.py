@@ -78,7 +78,12 @@ def least_tile(k: Reader, v: Reader, capability: str) -> int:
     if float(capability) >= BULK:
         return stripe
     sides = [reader.inner if isinstance(reader, RotatedReader) else reader for reader in (k, v)]
-    scaled = [reader for reader in sides if isinstance(reader, (GroupedReader, CodebookReader))]
+    scaled = [
+        reader
+        for reader in sides
+        if isinstance(reader, GroupedReader)
+        or (isinstance(reader, CodebookReader) and reader.affine == "tokens")
+    ]
     threads = 32 * WARPS
     return max([stripe, *(2 * threads * r.group // r.layout.channels for r in scaled)])
 
@@ -93,14 +98,15 @@ def unserved(k: Reader, v: Reader, group: int, capacity: int) -> str | None:
     return unsupported(k, v, group, capacity)
 
 
-def _unread(reader: Reader) -> str | None:
-    """Return, in one line, why Mosaic GPU does not read this side, or None if it does."""
+def _unread(reader: Reader, turned: bool = False) -> str | None:
+    """Return, in one line, why Mosaic GPU does not read this side, or None if it does. `turned`:
+    keys before RoPE."""
     if isinstance(reader, DenseReader):
         return None if reader.channels in HEAD_DIMS else f"head dim {reader.channels}"
     if isinstance(reader, RotatedReader):
         if reader.shards > 1 and reader.block % SPAN:
             return f"shards of blocks of {reader.block} tokens before RoPE, not of whole spans"
-        return _unread(reader.inner)
+        return _unread(reader.inner, turned=True)
     if not isinstance(reader, (GroupedReader, CodebookReader)):
         return f"{type(reader).__name__}, not uniform groups, tables or rows"
     served = SUPPORTED_BITS if isinstance(reader, GroupedReader) else TABLE_BITS
@@ -108,8 +114,8 @@ def _unread(reader: Reader) -> str | None:
         return f"{reader.layout.bits} bits at head dim {reader.layout.channels}"
     if isinstance(reader, CodebookReader) and reader.pool:
         return "tables with outliers"
-    if isinstance(reader, CodebookReader) and reader.affine == "channels":
-        return "tables with scales of channels"
+    if isinstance(reader, CodebookReader) and reader.affine == "channels" and not turned:
+        return "tables with scales of channels, not of keys before RoPE"
     if isinstance(reader, GroupedReader) and reader.axis == "tokens" and STRIPE % reader.group:
         return f"groups of {reader.group} tokens, which do not divide {STRIPE}"
     if reader.scale_dtype != "float16":

@@ -24,6 +24,7 @@ from pallas_kernels.readers.rotary import RotatedReader
 from pallas_kernels.tiles.layout import SPAN
 from tests.exhaustive import some
 from tests.float64 import rotated, row_errors, softmax
+from tests.pallas_kernels.codebook_sides import codebook_side
 from tests.pallas_kernels.grouped_sides import format_of, reader_of
 from tests.pallas_kernels.harness import (
     KernelCase,
@@ -34,7 +35,15 @@ from tests.pallas_kernels.harness import (
     lowered_attention,
     output,
 )
-from tests.pallas_kernels.kernel_cases import CASES, innerq, kivi, looked_up, rows, turned
+from tests.pallas_kernels.kernel_cases import (
+    CASES,
+    codebook,
+    innerq,
+    kivi,
+    looked_up,
+    rows,
+    turned,
+)
 
 needs_mosaic = pytest.mark.skipif(bool(route.missing()), reason=route.missing() or "")
 INTERPRETED = Launch(interpret=True, route="mosaic")
@@ -78,6 +87,11 @@ GRID = (
     ),
     *(turned(innerq(2, scheme, 64)) for scheme in SCHEMES),
     *(turned(looked_up(bits, "token", head_dim)) for bits, head_dim in ((2, 64), (3, 128))),
+    *(
+        codebook(f"table{bits}_of_channels_h{head_dim}", *sides, head_dim, group)
+        for bits, head_dim, group in ((4, 64, 8), (3, 128, 4), (2, 256, 1))
+        for sides in [(codebook_side(bits, "channels", pre_rope=True), codebook_side(bits, 32))]
+    ),
     turned(kivi(4, 64, 9)),
     turned(kivi(4, 64, 4, 128)),
 )
