@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -44,13 +44,12 @@ Built = tuple[Callable[..., Any], tuple[Any, ...], tuple[int, ...]]
 
 @dataclasses.dataclass(frozen=True)
 class StepKernel:
-    """A kernel, and the most bytes that it may spill, on some GPUs more."""
+    """A kernel, and the most bytes that it may spill."""
 
     name: str
     kernel: str
     build: Callable[[], Built]
     cap_spill_bytes: int = 0
-    caps: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 def _struct(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
@@ -143,7 +142,7 @@ KERNELS = (
             f"append, {spec}",
             "append_token_mosaic_gpu_kernel",
             lambda s=spec: appending(s),
-            cap_spill_bytes=512 if "innerq" in spec else 128,
+            cap_spill_bytes=64,
         )
         for spec in (
             "kivi:bits=4",
@@ -160,7 +159,6 @@ KERNELS = (
             "quantize_mosaic_gpu_kernel",
             lambda s=spec, i=side: quantizing(s, i),
             cap_spill_bytes=64,
-            caps={"b200": 512},
         )
         for spec, side in (("kivi:bits=4", 0), ("innerq:bits=2", 1))
     ),
@@ -178,7 +176,7 @@ def measure(kernel: StepKernel, target: Target) -> tuple[tuple[str, ...], list[s
     leaves = jax.tree.leaves([arguments[i] for i in updated])
     in_place = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
     failures = []
-    cap = kernel.caps.get(target.name, kernel.cap_spill_bytes)
+    cap = kernel.cap_spill_bytes
     if assembly.spill_bytes > cap:
         failures.append(f"{assembly.spill_bytes} bytes spilled, at most {cap}")
     if memory.alias_size_in_bytes < in_place:
