@@ -214,12 +214,12 @@ ATTENTIONS = (
     _kivi(4, 2.4, 0.9, 12, channels=256, cap_spill_bytes=128),
     _kivi(4, 3.6, 1.05, 24, queries=16),
     _before_rope(4, 3.7, 1.0, 8, cap_spill_bytes=128),  # 3.11 on an H200, 3.53 on an A100
-    _before_rope(2, 3.4, 0.85, 8, cap_spill_bytes=128),
+    _before_rope(2, 3.6, 0.9, 8, cap_spill_bytes=128),
     _before_rope(4, 4.0, 1.0, 8, channels=64, cap_spill_bytes=64),
-    _before_rope(4, 3.3, 0.85, 8, channels=256, cap_spill_bytes=128),
-    # two spills in the loop on a B200
+    _before_rope(4, 3.5, 0.9, 8, channels=256, cap_spill_bytes=128),
+    # two spills in the loop of 4 bits on a B200, and one of 3 bits on an A100
     _nuq(4, 5.0, 3.15, 8, cap_spill_bytes=160, loop_spills=True),
-    _nuq(3, 3.9, 2.15, 8, cap_spill_bytes=128),
+    _nuq(3, 4.1, 2.15, 8, cap_spill_bytes=128, loop_spills=True),
     # one spill in the loop on an A100
     _innerq(3, "hybrid", 3.2, 1.5, 10.5, window=True, cap_spill_bytes=128, loop_spills=True),
     _kivi(2, 2.6, 1.05, 12, window=True, cap_spill_bytes=128),  # 2.24 on an H200, 2.51 on an L40
