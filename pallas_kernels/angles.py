@@ -55,7 +55,14 @@ def at_positions(
     that kernels have.
     """
     whole, rest = (part.reshape((1,) * positions.ndim + part.shape) for part in units)
-    p = positions[..., None].astype(jnp.int32)
+    return by_elements(positions[..., None].astype(jnp.int32), whole, rest)
+
+
+def by_elements(
+    p: Int[Array, "..."], whole: Int[Array, "..."], rest: Float[Array, "..."]
+) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
+    """Return the result of `at_positions` for positions and units that broadcast against each
+    other."""
     # The conversion truncates: kernels cannot round.
     angle = p * whole + (p.astype(jnp.float32) * rest).astype(jnp.int32)
     # the nearest quarter turn, of which the two lowest bits count

@@ -187,7 +187,8 @@ def _of_windows(
     position = jnp.asarray(POSITIONS, jnp.int32)
     q = jnp.asarray(rng.standard_normal((batch, HEADS, format.group, channels)), jnp.float32)
     seen = (SLOTS if format.windowed else None), format.soft_cap
-    queries = WindowQueries(q, position + 1, jnp.zeros_like(position), None, *seen)
+    rotation = (keys[-2], keys[-1]) if isinstance(format.keys, RotatedReader) else None
+    queries = WindowQueries(q, position + 1, jnp.zeros_like(position), rotation, *seen)
     writers = [side.blocks.writer if isinstance(side.blocks, Blocks) else None for side in sides]
     if mosaic.unappended(writers, [side.ring for side in sides], queries):
         return {}
@@ -211,6 +212,8 @@ def _of_windows(
 
 def _blocks(reader: Reader, stored: Sequence[jax.Array]) -> Blocks | None:
     """Return the blocks of these stored arrays, if Mosaic GPU writes them."""
+    if isinstance(reader, RotatedReader):
+        return _blocks(reader.inner, stored[:-2])
     if isinstance(reader, GroupedReader) and not mosaic.unquantized(reader):
         scheme = "asym" if reader.centre is None else "sym"
         job = Job(reader, scheme, reader.layout.bits - (scheme == "sym"), False, 1, False)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -44,13 +44,12 @@ Built = tuple[Callable[..., Any], tuple[Any, ...], tuple[int, ...]]
 
 @dataclasses.dataclass(frozen=True)
 class StepKernel:
-    """A kernel, and the most bytes that it may spill, on some GPUs more."""
+    """A kernel, and the most bytes that it may spill."""
 
     name: str
     kernel: str
     build: Callable[[], Built]
     cap_spill_bytes: int = 0
-    caps: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 def _struct(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
@@ -76,23 +75,28 @@ def appending(spec: str) -> Built:
         [_struct(BATCH, HEADS, slots, CHANNELS)] * 2
         for slots in (1, regions.sink, regions.ring_slots)
     )
-    numbers = _struct(BATCH, dtype=jnp.int32)
+    numbers, rotation = _struct(BATCH, dtype=jnp.int32), None
+    if plan.k.facts.form == "before_rope":
+        rotation = tuple(_struct(*shape, dtype=jnp.float32) for shape in ((CHANNELS // 2,), ()))
 
-    def append(bodies: Any, sinks: Any, rings: Any, rows: Any, at: Any, q: Any, params: Any) -> Any:
-        sides = []
+    def append(
+        bodies: Any, sinks: Any, rings: Any, rows: Any, at: Any, asked: Any, params: Any
+    ) -> Any:
+        sides, (q, rotation) = [], asked
         for i, (codec, body) in enumerate(zip(plan.codecs, bodies, strict=True)):
             stats = codec.statistics.initial(BATCH, HEADS)
             writer = block_writer(plan, codec, params[i], stats, LAUNCH)
             assert writer is not None, "no kernel writes this format"
             sides.append(Side(rows[i], sinks[i], rings[i], Blocks(body, *writer)))
-        places, queries = Places(at, at > 0, at, at, at > 1), WindowQueries(q, at, at)
+        places, queries = Places(at, at > 0, at, at, at > 1), WindowQueries(q, at, at, rotation)
         after, parts = append_token(
             sides, places, block=regions.block, queries=queries, launch=LAUNCH
         )
         return [(side.sink, side.ring, _body(side)) for side in after], parts
 
     q = _struct(BATCH, HEADS, GROUP, CHANNELS)
-    return append, (bodies, sink, ring, new, numbers, q, calibrated(plan)), (0, 1, 2)
+    asked = q, rotation
+    return append, (bodies, sink, ring, new, numbers, asked, calibrated(plan)), (0, 1, 2)
 
 
 def _body(side: Side) -> Any:
@@ -138,9 +142,15 @@ KERNELS = (
             f"append, {spec}",
             "append_token_mosaic_gpu_kernel",
             lambda s=spec: appending(s),
-            cap_spill_bytes=512 if "innerq" in spec else 128,
+            cap_spill_bytes=64,
         )
-        for spec in ("kivi:bits=4", "kivi:bits=2", "innerq:bits=2", "nf4")
+        for spec in (
+            "kivi:bits=4",
+            "kivi:bits=2",
+            "innerq:bits=2",
+            "nf4",
+            "kivi:bits=4,pre_rope=true",
+        )
     ),
     StepKernel("merge", "merge_mosaic_gpu_kernel", merging),
     *(
@@ -149,7 +159,6 @@ KERNELS = (
             "quantize_mosaic_gpu_kernel",
             lambda s=spec, i=side: quantizing(s, i),
             cap_spill_bytes=64,
-            caps={"b200": 512},
         )
         for spec, side in (("kivi:bits=4", 0), ("innerq:bits=2", 1))
     ),
@@ -167,7 +176,7 @@ def measure(kernel: StepKernel, target: Target) -> tuple[tuple[str, ...], list[s
     leaves = jax.tree.leaves([arguments[i] for i in updated])
     in_place = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
     failures = []
-    cap = kernel.caps.get(target.name, kernel.cap_spill_bytes)
+    cap = kernel.cap_spill_bytes
     if assembly.spill_bytes > cap:
         failures.append(f"{assembly.spill_bytes} bytes spilled, at most {cap}")
     if memory.alias_size_in_bytes < in_place:

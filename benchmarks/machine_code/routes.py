@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from benchmarks.machine_code.case import BATCH, GROUP, KV_HEADS, TOKENS, Case
 from benchmarks.machine_code.cases import INNER, OUTER
 from benchmarks.machine_code.report import HEADER, Instructions, KernelReport, named_by_spec
-from benchmarks.machine_code.stored import Stored, tables, uniform
+from benchmarks.machine_code.stored import Stored, before_rope, tables, uniform
 from benchmarks.machine_code.target import BY_NAME, H200, Target
 from benchmarks.machine_code.tools import missing
 from benchmarks.markdown import table
@@ -133,6 +133,17 @@ def _grouped(
     return keys, values
 
 
+def _before_rope(bits: int, *limits: float, **fields: Any) -> Attention:
+    """Return the groups of KIVI over keys before RoPE."""
+
+    def sides(channels: int) -> tuple[Stored, Stored]:
+        _, values = _grouped(bits, "asym", OUTER, channels)
+        keys = before_rope(GroupFormat(bits, "asym", OUTER[0], 32, channels, 32), channels)
+        return keys, values
+
+    return _attention(f"kivi, {bits}-bit, before RoPE", sides, limits, fields)
+
+
 def _normal_float(bits: int, *limits: float, **fields: Any) -> Attention:
     """Return tables whose scales all heads of a token share, on both sides."""
 
@@ -141,6 +152,17 @@ def _normal_float(bits: int, *limits: float, **fields: Any) -> Attention:
         return side, side
 
     return _attention(f"nf{bits}", sides, limits, fields)
+
+
+def _nuq(bits: int, *limits: float, **fields: Any) -> Attention:
+    """Return KVQuant's tables without outliers: keys before RoPE with scales of channels, values
+    with scales that all heads of a token share."""
+
+    def sides(channels: int) -> tuple[Stored, Stored]:
+        group = ChannelGroup(KV_HEADS, channels)
+        return tables(bits, channels, None, pre_rope=True), tables(bits, channels, group)
+
+    return _attention(f"nuq{bits}, before RoPE", sides, limits, fields)
 
 
 def _turboquant(bits: int, *limits: float, **fields: Any) -> Attention:
@@ -191,6 +213,13 @@ ATTENTIONS = (
     _kivi(4, 2.9, 1.0, 12, channels=64),
     _kivi(4, 2.4, 0.9, 12, channels=256, cap_spill_bytes=128),
     _kivi(4, 3.6, 1.05, 24, queries=16),
+    _before_rope(4, 3.7, 1.0, 8, cap_spill_bytes=128),  # 3.11 on an H200, 3.53 on an A100
+    _before_rope(2, 3.6, 0.9, 8, cap_spill_bytes=128),
+    _before_rope(4, 4.5, 1.3, 8, channels=64, cap_spill_bytes=64),  # 3.81, and 4.24 on an L40
+    _before_rope(4, 3.5, 0.9, 8, channels=256, cap_spill_bytes=128),
+    # two spills in the loop of 4 bits on a B200, and one of 3 bits on an A100
+    _nuq(4, 5.0, 3.15, 8, cap_spill_bytes=160, loop_spills=True),
+    _nuq(3, 4.1, 2.15, 8, cap_spill_bytes=128, loop_spills=True),
     # one spill in the loop on an A100
     _innerq(3, "hybrid", 3.2, 1.5, 10.5, window=True, cap_spill_bytes=128, loop_spills=True),
     _kivi(2, 2.6, 1.05, 12, window=True, cap_spill_bytes=128),  # 2.24 on an H200, 2.51 on an L40

@@ -177,7 +177,11 @@ def append(
         stored: of each side, the sink if it has slots, the ring, and the arrays of the body.
     """
     batch, heads = rows[0].shape[:2]
-    q = [] if queries is None else [queries.arrays(stored[0][0].dtype)[0]]
+    q, shared = [], []
+    if queries is not None:
+        padded, arrays = queries.arrays(stored[0][0].dtype)
+        q, units = [padded], arrays[:-1]
+        shared = [*(array[None] for array in units), *arrays[len(units) :]]
     columns, channels = q[0].shape[2:] if q else (SIDE, SIDE)
     flat = [array for arrays in stored for array in arrays]
     programs = sum(work.programs for work in works)
@@ -201,7 +205,7 @@ def append(
         else:
             of_rows = [NewRows(row_refs[0], side) for side in range(len(works))]
         of_inputs = [take(arrays) for arrays in inputs]
-        q_refs = take(q)
+        q_refs, shared_refs = take(q), take(shared)
         of_stored = [take(arrays) for arrays in stored]
         for side, row, more, arrays in zip(works, of_rows, of_inputs, of_stored, strict=True):
             sink, ring, *body = arrays if side.sink else (None, *arrays)
@@ -216,7 +220,7 @@ def append(
             ops = Matrices(bool(interpret))
             tokens = of_row[5]
             seen = None if reach is None else tokens - reach
-            attending = Attending.opened(q_refs[0].at[unit], seen, soft_cap, ops)
+            attending = Attending.opened(q_refs[0].at[unit], shared_refs, seen, soft_cap, ops)
             carry = attending.start()
             for i in range(2 if works[0].sink else 1):
                 of_window = [arrays[i] for arrays in of_stored]
@@ -241,7 +245,8 @@ def append(
     )
     with jax.enable_x64(False):
         taken = [jax.new_ref(array) for array in flat]
-        parts = call(*numbers, *rows, *[a for of_side in inputs for a in of_side], *q, *taken)
+        of_sides = [array for of_side in inputs for array in of_side]
+        parts = call(*numbers, *rows, *of_sides, *q, *shared, *taken)
         after = [jax.freeze(ref) for ref in taken]
     ends = [sum(len(arrays) for arrays in stored[: i + 1]) for i in range(len(stored))]
     by_side = [after[end - len(a) : end] for end, a in zip(ends, stored, strict=True)]

@@ -33,6 +33,7 @@ from pallas_kernels.mosaic.dense import DenseKeys, DenseValues
 from pallas_kernels.mosaic.grouped import GroupedKeys, GroupedValues
 from pallas_kernels.mosaic.matrices import Matrices, on_rows, on_warps, splat
 from pallas_kernels.mosaic.registers import OF_ALL_ROWS, OF_ALL_WARPS, SIDE, WARPS
+from pallas_kernels.mosaic.rotary import RotatedKeys
 from pallas_kernels.mosaic.route import span_of
 from pallas_kernels.mosaic.stripes import Stripe
 from pallas_kernels.mosaic.walk import Walk
@@ -40,14 +41,16 @@ from pallas_kernels.readers.base import Reader
 from pallas_kernels.readers.codebook import CodebookReader
 from pallas_kernels.readers.dense import DenseReader
 from pallas_kernels.readers.grouped import GroupedReader
+from pallas_kernels.readers.rotary import RotatedReader
 from pallas_kernels.readers.shared import soft_capped
 
-Keys = GroupedKeys | CodebookKeys | DenseKeys
+Keys = GroupedKeys | CodebookKeys | DenseKeys | RotatedKeys
 Values = GroupedValues | CodebookValues | DenseValues
 _SIDES: dict[type[Reader], tuple[Any, Any]] = {
     GroupedReader: (GroupedKeys, GroupedValues),
     CodebookReader: (CodebookKeys, CodebookValues),
     DenseReader: (DenseKeys, DenseValues),
+    RotatedReader: (RotatedKeys, None),  # values have no positions
 }
 
 
@@ -83,11 +86,7 @@ class Block:
             (self.keys, self.values), self.arrays, self.buffers, strict=True
         ):
             for source, target in side.copies(arrays, buffers, (run.row, run.head), tokens, slot):
-                if self.barriers is None:
-                    inside = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
-                    plgpu.copy_gmem_to_smem(source, target, oob_mode=inside)
-                else:
-                    plgpu.copy_gmem_to_smem(source, target, self.barriers.at[slot])
+                _copy(source, target, None if self.barriers is None else self.barriers.at[slot])
 
     def release(self) -> None:
         """Let copies overwrite what all warps have read. Asynchronous copies of older GPUs wait for
@@ -192,6 +191,15 @@ class Block:
         return (new, total, *sums)
 
 
+def _copy(source: Any, target: Any, barrier: Any) -> None:
+    """Begin a copy to shared memory, by the copy engine if there is a barrier."""
+    if barrier is None:
+        inside = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
+        plgpu.copy_gmem_to_smem(source, target, oob_mode=inside)
+    else:
+        plgpu.copy_gmem_to_smem(source, target, barrier)
+
+
 def store_merged(outputs: Sequence[Any], carry: Any, ops: Matrices) -> None:
     """Merge the warps' parts (`Block.attend`) and store m [1, R], l [1, R] and o [H, R]."""
     (m_ref, l_ref, o_ref), (largest, total, *sums) = outputs, carry
@@ -249,23 +257,29 @@ def attention_in_pieces(
     limits, segments = limits.astype(jnp.int32), 1
     if lower is not None:
         limits, segments = lower.places(limits), lower.segments
+        q = lower.queries(q)
     padded = jnp.pad(q.astype(jnp.float32), ((0, 0), (0, 0), (0, columns - group), (0, 0)))
-    planes = k.query(padded)
+    planes = k.query(padded, keys[1])
     programs = tuning.programs(batch * heads, capacity)
     windowed = lower is not None
     schedule = Schedule(programs, tuning.tile, batch * segments, heads, segments, windowed)
     arrays = k.views(keys[1]), v.views(values[1])
     tables = k.constants(keys[1]), v.constants(values[1])
     counts = len(arrays[0]), len(arrays[1])
+    fixed = k.fixed(keys[1]) if isinstance(k, RotatedKeys) else []
     buffers = [
         side.buffers(of_side, tuning.stages, tuning.tile)
         for side, of_side in zip((k, v), arrays, strict=True)
     ]
+    buffers[0] += [plgpu.SMEM(array.shape, array.dtype) for array in fixed]
+    ends = len(buffers[0]), len(buffers[0]) + len(buffers[1])
     barriers = [plgpu.Barrier(num_arrivals=sum(counts), num_barriers=tuning.stages)]
+    barriers += [plgpu.Barrier(num_arrivals=len(fixed))] if fixed else []
 
     def decode_attention(limits_ref: Any, q_ref: Any, *refs: Any) -> None:
         of_tables = refs[: len(tables[0])], refs[len(tables[0]) : sum(map(len, tables))]
         refs = refs[sum(map(len, tables)) :]
+        of_block, refs = refs[: len(fixed)], refs[len(fixed) :]
         inputs, refs = refs[: sum(counts)], refs[sum(counts) :]
         outputs, scratch = refs[:3], refs[3:]
         ops = Matrices(bool(interpret))
@@ -279,16 +293,24 @@ def attention_in_pieces(
             soft_cap,
             ops,
             (inputs[: counts[0]], inputs[counts[0] :]),
-            (scratch[: counts[0]], scratch[counts[0] : sum(counts)]),
-            scratch[sum(counts)] if bulk else None,
+            (scratch[: ends[0]], scratch[ends[0] : ends[1]]),
+            scratch[ends[1]] if bulk else None,
         )
+        if fixed:
+            for source, target in zip(of_block, scratch[counts[0] : ends[0]], strict=True):
+                _copy(source, target, scratch[-1] if bulk else None)
+            plgpu.barrier_wait(scratch[-1]) if bulk else plgpu.wait_gmem_to_smem(0)
 
         def read(run: TileRun, place: Any) -> None:
-            if segments > 1:
-                run = run._replace(row=lax.div(run.row, jnp.int32(segments)))
+            of_query, row = run.row, lax.div(run.row, jnp.int32(segments))
+            if q_ref.shape[0] == batch:  # segments share their row's queries
+                of_query = row
+            run = run._replace(row=row)
             planes = [
                 on_warps(
-                    plgpu.load(q_ref.at[run.row, run.head, c], layout=OF_ALL_WARPS, optimized=False)
+                    plgpu.load(
+                        q_ref.at[of_query, run.head, c], layout=OF_ALL_WARPS, optimized=False
+                    )
                 )
                 for c in range(k.chunks[0])
             ]
@@ -318,5 +340,6 @@ def attention_in_pieces(
         interpret=interpret,
     )
     with jax.enable_x64(False):
-        m, l, o = call(limits, planes, *tables[0], *tables[1], *arrays[0], *arrays[1])
+        inputs = *tables[0], *tables[1], *fixed, *arrays[0], *arrays[1]
+        m, l, o = call(limits, planes, *inputs)
     return Pieces(m, l, o, limits, schedule)

@@ -10,13 +10,18 @@ of channels (grouped.py), without a bias.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic.grouped import GroupedKeys, GroupedSide, GroupedValues
 from pallas_kernels.mosaic.matrices import Matrices
+from pallas_kernels.mosaic.registers import SIDE, WARPS
+from pallas_kernels.mosaic.stripes import Stripe
 from pallas_kernels.mosaic.table_lookup import entries, in_registers, packed
 from pallas_kernels.readers.grouped import GroupedReader
 from pallas_kernels.tiles.layout import SPAN
@@ -28,7 +33,6 @@ class CodebookSide(GroupedSide):
     @classmethod
     def of(cls, reader: Any, span: int) -> Any:
         assert span == SPAN, "packed rows come in whole spans"
-        assert reader.affine == "tokens", "route.unsupported refuses scales of channels"
         return cls(GroupedReader(reader.layout, "channels", reader.group, None))
 
     @property
@@ -54,6 +58,35 @@ class CodebookSide(GroupedSide):
 
 class CodebookKeys(CodebookSide, GroupedKeys):
     """Scores of a stripe."""
+
+
+class ChannelKeys(CodebookKeys):
+    """Keys before RoPE with scales and zero points of channels, which come with each tile from one
+    array for all tokens."""
+
+    def views(self, stored: Sequence[jax.Array]) -> list[jax.Array]:
+        """Return the views of the words, and [1, K, n, H]: scales, zero points and, so that every
+        thread of a block copies two of them (`route.least_tile`), the same again."""
+        pair = [s.astype(jnp.float16) for s in stored[self._sets + 1 :][:2]]
+        rows = pair * max(1, 32 * WARPS // self.layout.channels)
+        return [*super().views(stored[: self._sets + 1]), jnp.stack(rows, axis=1)[None]]
+
+    def buffers(self, arrays: Sequence[jax.Array], slots: int, tokens: int) -> list[Any]:
+        words = super().buffers(arrays, slots, tokens)[: self._sets]
+        return [*words, plgpu.SMEM((slots, *arrays[-1].shape[2:]), jnp.float16)]
+
+    def copies(
+        self, arrays: Sequence[Any], buffers: Sequence[Any], unit: Any, tokens: Any, slot: Any
+    ) -> Iterator[tuple[Any, Any]]:
+        yield from super().copies(arrays[:-1], buffers[:-1], unit, tokens, slot)
+        yield arrays[-1].at[0, unit[1]], buffers[-1].at[slot]
+
+    def _of_chunk(
+        self, buffers: Sequence[Any], stripe: Stripe, chunk: int, ops: Matrices
+    ) -> list[jax.Array]:
+        channels = pl.ds(self.layout.width * chunk, self.layout.width)
+        rows = [buffers[-1].at[stripe.slot, pl.ds(i, 1), channels] for i in range(2)]
+        return [ops.stacked([ops.load_rows(row, SIDE)], SPAN) for row in rows]
 
 
 class CodebookValues(CodebookSide, GroupedValues):

@@ -81,7 +81,7 @@ class DenseSide:
 class DenseKeys(DenseSide):
     """Scores of a stripe."""
 
-    def query(self, q: jax.Array) -> jax.Array:
+    def query(self, q: jax.Array, stored: Sequence[jax.Array]) -> jax.Array:
         """Return queries [B, K, columns, H] in chunks [B, K, chunks, columns, WIDTH]."""
         batch, heads, columns, channels = q.shape
         scaled = (q * (LOG2E * channels**-0.5)).astype(self.weights_dtype)

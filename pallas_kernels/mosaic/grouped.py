@@ -159,7 +159,7 @@ class GroupedSide:
 class GroupedKeys(GroupedSide):
     """Scores of a stripe."""
 
-    def query(self, q: jax.Array) -> jax.Array:
+    def query(self, q: jax.Array, stored: Sequence[jax.Array]) -> jax.Array:
         """Return queries [B, K, columns, H] in chunks [B, K, chunks, columns, width]."""
         return query_planes(q, self.layout.chunks)
 
@@ -238,6 +238,44 @@ class GroupedKeys(GroupedSide):
         for c, plane in enumerate(scaled):
             total = ops.product(total, ops.codes(words, self.layout, c, 1), plane)
         return total
+
+    def dequantized(
+        self, buffers: Sequence[Any], stripe: Stripe, table: Any, ops: Matrices
+    ) -> Callable[[int], jax.Array]:
+        """Return a function that dequantizes the keys of a chunk, [WARPS, SPAN, width] in fp16."""
+        words = [ops.load(ref) for ref in self._words(buffers, stripe)]
+        numbers, width = self._numbers(words, table, 1, ops), self.layout.width
+
+        def keys(chunk: int) -> jax.Array:
+            values = numbers[chunk]
+            offsets = [self.offset(slot, chunk) for slot in range(self.layout.slots)]
+            if any(offsets):
+                of_slots = [splat((WARPS, SIDE, width), x, jnp.float16) for x in offsets]
+                values = values - ops.stacked(of_slots, SPAN)
+            scale, *zeros = self._of_chunk(buffers, stripe, chunk, ops)
+            values = values * scale
+            for zero in zeros:
+                values = values + zero
+            return values
+
+        return keys
+
+    def _of_chunk(
+        self, buffers: Sequence[Any], stripe: Stripe, chunk: int, ops: Matrices
+    ) -> list[jax.Array]:
+        """Load the scales, and the zeros if there are any, of a chunk's keys, [WARPS, SPAN, width]
+        in fp16."""
+        width = self.layout.width
+
+        def by_token(ref: Any) -> jax.Array:
+            return ops.load_columns(ref, width, jnp.float16)
+
+        def by_channel(ref: Any) -> jax.Array:
+            return ops.stacked([ops.load_rows(ref.at[:, pl.ds(width * chunk, width)], SIDE)], SPAN)
+
+        if self.reader.axis == "channels":
+            return self._scales(buffers, stripe, by_token, chunk * width // self.reader.group)
+        return self._scales(buffers, stripe, by_channel)
 
 
 class GroupedValues(GroupedSide):

@@ -54,12 +54,14 @@ from pallas_kernels.mosaic.registers import (
     index,
     ldmatrix,
     less,
+    matrices_in_columns,
     matrices_of,
     matrices_of_rows,
     mma,
     objects,
     place_in_matrix,
     ref_dtype,
+    turned_pair,
     twice,
     vectors_of,
     warp,
@@ -141,28 +143,75 @@ class Matrices:
 
         return equal_rows(ref)
 
-    def load_columns(self, ref: Any, columns: int) -> jax.Array:
-        """Load 16-bit floats [WARPS, rows] as fp32 [WARPS, rows, columns] with equal columns.
-        Neighbouring warps may share an entry of the first axis.
+    def load_columns(self, ref: Any, columns: int, dtype: Any = jnp.float32) -> jax.Array:
+        """Load 16-bit floats [WARPS, rows] as fp32 or fp16 [WARPS, rows, columns] with equal
+        columns. Neighbouring warps may share an entry of the first axis.
 
         A transposing load of eight equal rows gives each lane its row's number in both halves of
         the register.
         """
         shape = (WARPS, ref.shape[1], columns)
         if self.interpret:
-            return jnp.broadcast_to(_of_warps(ref).astype(jnp.float32)[:, :, None], shape)
+            return jnp.broadcast_to(_of_warps(ref).astype(dtype)[:, :, None], shape)
 
-        @_inline((plgpu.RefType(),), shape, jnp.float32)
+        @_inline((plgpu.RefType(),), shape, dtype)
         def equal_columns(ctx: Any, ref: ir.Value) -> mgpu.FragmentedArray:
             pairs = cast(ldmatrix(ref, vectors_of(ref), True), ir.F16Type.get())
-            f32 = ir.F32Type.get()
+            kind = utils.dtype_to_ir_type(dtype)
             registers = np.empty((len(pairs), columns // SIDE), dtype=object)
             for i, pair in enumerate(pairs):
-                number = arith.extf(f32, element(pair, 0))
-                registers[i, :] = vector.broadcast(ir.VectorType.get((2,), f32), number)
-            return fragment(registers, shape, f32)
+                if dtype == jnp.float32:
+                    number = arith.extf(kind, element(pair, 0))
+                    pair = vector.broadcast(ir.VectorType.get((2,), kind), number)
+                registers[i, :] = pair
+            return fragment(registers, shape, kind)
 
         return equal_columns(ref)
+
+    def load_matrices(self, ref: Any) -> jax.Array:
+        """Load 16-bit numbers [WARPS, rows, columns], the same for every warp, from [columns /
+        SIDE, rows, SIDE] in shared memory."""
+        matrices, rows, _ = ref.shape
+        shape = (WARPS, rows, matrices * SIDE)
+        if self.interpret:
+            return jnp.broadcast_to(jnp.swapaxes(ref[...], 0, 1).reshape(shape[1:]), shape)
+
+        @_inline((plgpu.RefType(),), shape, ref.dtype)
+        def same_matrices(ctx: Any, ref: ir.Value) -> mgpu.FragmentedArray:
+            registers = ldmatrix(ref, matrices_in_columns(ref), False)
+            return fragment(registers.reshape(rows // SIDE, -1), shape, ref_dtype(ref))
+
+        return same_matrices(ref)
+
+    def turned(
+        self,
+        first: jax.Array,
+        second: jax.Array,
+        cos: jax.Array,
+        sin: jax.Array,
+        back: bool = False,
+    ) -> list[jax.Array]:
+        """Return (first cos - second sin, second cos + first sin) in fp16, or with the other signs
+        if `back`."""
+        if self.interpret:
+            sin = -sin if back else sin
+            return [first * cos - second * sin, second * cos + first * sin]
+        shape = first.shape
+        call: Any = plgpu.inline_mgpu(
+            arg_types=(LANES,) * 4,
+            return_type=[plgpu.ShapeDtypeStruct(shape, jnp.float16, layout=LANES)] * 2,
+        )
+
+        @call
+        def turned(ctx: Any, *arrays: mgpu.FragmentedArray) -> list[mgpu.FragmentedArray]:
+            results = [np.empty(arrays[0].registers.shape, dtype=object) for _ in range(2)]
+            for place in np.ndindex(results[0].shape):
+                pairs = turned_pair(*(array.registers[place] for array in arrays), back=back)
+                for result, pair in zip(results, pairs, strict=True):
+                    result[place] = pair
+            return [fragment(result, shape, ir.F16Type.get()) for result in results]
+
+        return turned(first, second, cos, sin)
 
     def codes(
         self, words: Sequence[jax.Array], layout: PlaneLayout, chunk: int, tokens: int

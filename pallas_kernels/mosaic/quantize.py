@@ -179,23 +179,20 @@ class _Work:
             self.access.store_scales(slot, group, (quantizer.scale, quantizer.zero))
 
     def over_tokens(self) -> None:
-        """Quantize groups of the tokens of a span: first the scales of all channels, then the
-        codes, from rows that are read again."""
-        layout, access, words = self.access.layout, self.access, self.access.words()
-        rows = access.rows(SPAN)
-        quantizers = []
-        for c in range(layout.chunks):
-            tiles = [access.load(slot, c) for slot in range(layout.slots)]
+        """Quantize groups of the tokens of a span, one chunk of channels after the other. All words
+        of the span stay open meanwhile, which take fewer registers than quantizers of all
+        channels."""
+        access, words = self.access, self.access.words()
+        rows, slots = access.rows(SPAN), range(access.layout.slots)
+        for c in range(access.layout.chunks):
+            tiles = [access.load(slot, c) for slot in slots]
             quantizer, clean = _quantizer_of(tiles, self.job, 1)
-            quantizers.append((quantizer, clean))
             scales = quantizer.scale, quantizer.zero
             for ref, x in zip(access.spans.scales, scales, strict=False):
                 at = pl.ds(0, rows.stride * (WARPS - 1) + 1), access.columns(c)
                 rows.store(ref.at[at], x.astype(ref.dtype), 1)
-        places = [(slot, c) for slot in range(layout.slots) for c in range(layout.chunks)]
-        for slot, c in sorted(places, key=lambda place: layout.field(*place).tile):
-            quantizer, clean = quantizers[c]
-            words.add(slot, c, self.job.levels(clean(access.load(slot, c)), quantizer))
+            for slot, x in zip(slots, tiles, strict=True):
+                words.add(slot, c, self.job.levels(clean(x), quantizer))
 
 
 def _quantizer_of(

@@ -84,6 +84,22 @@ def cast(registers: Iterable[ir.Value], dtype: ir.Type) -> np.ndarray:
     return objects([utils.bitcast(register, pair) for register in registers])
 
 
+def turned_pair(
+    first: ir.Value, second: ir.Value, cos: ir.Value, sin: ir.Value, *, back: bool
+) -> np.ndarray:
+    """Return (first cos - second sin, second cos + first sin) of two fp16 numbers each, or with the
+    other signs."""
+    i32 = ir.IntegerType.get_signless(32)
+    operands = [utils.bitcast(register, i32) for register in (first, second, cos, sin)]
+    turned = []
+    for one, other, minus in ((1, 2, not back), (2, 1, back)):
+        sign = "neg.f16x2 t, t;" if minus else ""
+        product = f"mul.rn.f16x2 t, ${other}, $4; {sign}"
+        form = f"{{ .reg .b32 t; {product} fma.rn.f16x2 $0, ${one}, $3, t; }}"
+        turned.append(llvm.inline_asm(i32, operands, form, "=r,r,r,r,r"))
+    return cast(turned, ir.F16Type.get())
+
+
 def ref_dtype(ref: ir.Value) -> ir.Type:
     return ir.MemRefType(ref.type).element_type
 
@@ -178,6 +194,15 @@ def matrices_of_rows(ref: ir.Value, rows: int) -> _Places:
     assert column == 1, "rows are contiguous"
     starts = [SIDE * (row * i + j) for i in range(rows // SIDE) for j in range(columns // SIDE)]
     return _Places(tuple(starts), row, row * rows)
+
+
+def matrices_in_columns(ref: ir.Value) -> _Places:
+    """Return the matrices of an array [columns / SIDE, rows, SIDE], the same for every warp."""
+    kind = ir.MemRefType(ref.type)
+    (columns, rows, _), (column, row, element) = kind.shape, kind.get_strides_and_offset()[0]
+    assert element == 1, "rows of matrices are contiguous"
+    starts = [SIDE * row * i + column * j for i in range(rows // SIDE) for j in range(columns)]
+    return _Places(tuple(starts), row, 0)
 
 
 def vectors_of(ref: ir.Value, times: int = 1) -> _Places:

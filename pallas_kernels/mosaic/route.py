@@ -24,6 +24,7 @@ from pallas_kernels.readers.base import Reader
 from pallas_kernels.readers.codebook import CodebookReader
 from pallas_kernels.readers.dense import DenseReader
 from pallas_kernels.readers.grouped import GroupedReader
+from pallas_kernels.readers.rotary import RotatedReader
 from pallas_kernels.tiles.layout import SPAN, SUPPORTED_BITS, TABLE_BITS
 
 OLDEST_JAX = (0, 11, 0)
@@ -76,7 +77,13 @@ def least_tile(k: Reader, v: Reader, capability: str) -> int:
     stripe = WARPS * span_of(k, v)
     if float(capability) >= BULK:
         return stripe
-    scaled = [reader for reader in (k, v) if isinstance(reader, (GroupedReader, CodebookReader))]
+    sides = [reader.inner if isinstance(reader, RotatedReader) else reader for reader in (k, v)]
+    scaled = [
+        reader
+        for reader in sides
+        if isinstance(reader, GroupedReader)
+        or (isinstance(reader, CodebookReader) and reader.affine == "tokens")
+    ]
     threads = 32 * WARPS
     return max([stripe, *(2 * threads * r.group // r.layout.channels for r in scaled)])
 
@@ -85,15 +92,21 @@ def unserved(k: Reader, v: Reader, group: int, capacity: int) -> str | None:
     """Return, in one line, why Mosaic GPU does not do all of a decode step over this body, or None
     if it does, but for blocks that `unwritten` names, which XLA writes."""
     for name, reader in (("k", k), ("v", v)):
+        reader = reader.inner if isinstance(reader, RotatedReader) else reader
         if isinstance(reader, GroupedReader) and (reason := unquantized(reader)):
             return f"{name}: {reason}"
     return unsupported(k, v, group, capacity)
 
 
-def _unread(reader: Reader) -> str | None:
-    """Return, in one line, why Mosaic GPU does not read this side, or None if it does."""
+def _unread(reader: Reader, turned: bool = False) -> str | None:
+    """Return, in one line, why Mosaic GPU does not read this side, or None if it does. `turned`:
+    keys before RoPE."""
     if isinstance(reader, DenseReader):
         return None if reader.channels in HEAD_DIMS else f"head dim {reader.channels}"
+    if isinstance(reader, RotatedReader):
+        if reader.shards > 1 and reader.block % SPAN:
+            return f"shards of blocks of {reader.block} tokens before RoPE, not of whole spans"
+        return _unread(reader.inner, turned=True)
     if not isinstance(reader, (GroupedReader, CodebookReader)):
         return f"{type(reader).__name__}, not uniform groups, tables or rows"
     served = SUPPORTED_BITS if isinstance(reader, GroupedReader) else TABLE_BITS
@@ -101,8 +114,8 @@ def _unread(reader: Reader) -> str | None:
         return f"{reader.layout.bits} bits at head dim {reader.layout.channels}"
     if isinstance(reader, CodebookReader) and reader.pool:
         return "tables with outliers"
-    if isinstance(reader, CodebookReader) and reader.affine == "channels":
-        return "tables with scales of channels"
+    if isinstance(reader, CodebookReader) and reader.affine == "channels" and not turned:
+        return "tables with scales of channels, not of keys before RoPE"
     if isinstance(reader, GroupedReader) and reader.axis == "tokens" and STRIPE % reader.group:
         return f"groups of {reader.group} tokens, which do not divide {STRIPE}"
     if reader.scale_dtype != "float16":
@@ -166,16 +179,19 @@ def tuning_for(k: Reader, v: Reader, columns: int, capacity: int, capability: st
     """
     shared = SHARED_BYTES.get(capability, min(SHARED_BYTES.values()))
     beside = OTHER_SHARED_BYTES + 4 * STRIPE * columns  # for reductions
+    of_token = k.row_bytes + v.row_bytes
+    if k.turns:  # cosines and sines, of each span and of the distances in one
+        of_span = 2 * math.prod(k.chunks)
+        beside, of_token = beside + SPAN * of_span, of_token + of_span // SPAN
     crowded = k.chunks[0] * k.chunks[1] > 128 or columns > 8
     stripe, least = WARPS * span_of(k, v), least_tile(k, v, capability)
     tiles = [tile for tile in (2 * stripe, stripe) if least <= tile <= capacity]
     for tile in tiles[-1:] if crowded else tiles:
         for stages in (3, 2):
-            of_block = stages * tile * (k.row_bytes + v.row_bytes) + beside
+            of_block = stages * tile * of_token + beside
             if RESIDENT * of_block <= shared:
                 return Tuning(tile, warps=4, stages=stages, resident=RESIDENT)
-    of_stage = least * (k.row_bytes + v.row_bytes)
-    stages = 2 if 2 * of_stage + beside <= shared else 1
+    stages = 2 if 2 * least * of_token + beside <= shared else 1
     return Tuning(least, warps=4, stages=stages, resident=1)
 
 
@@ -233,8 +249,6 @@ def unappended(writers: Sequence[Any], rings: Sequence[Array], queries: Any) -> 
             return f"{name}: {reason}"
     if queries is None:
         return None
-    if queries.rotation is not None:
-        return "windows of keys before RoPE"
     return _crowded(rings[0].shape[3], queries.q.shape[2])
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.angles import by_elements
 from pallas_kernels.decode_attention.partial_attention import NEG_INF, WEIGHT_EXPONENT
 from pallas_kernels.mosaic.matrices import Matrices, on_rows, on_warps, splat
 from pallas_kernels.mosaic.registers import LANES, OF_ALL_ROWS, OF_ALL_WARPS, ROWS, SIDE, WARPS
@@ -50,18 +51,27 @@ class Attending:
     Args:
         query: [WARPS, columns, H], in the windows' dtype.
         first: the first token that the query sees, or None.
+        units: of keys before RoPE, refs of the units of their frequencies (angles.py), each [1,
+            H / 2], or None.
     """
 
     query: jax.Array
-    scale: float
+    scale: Any
     first: Any
     soft_cap: float | None
     ops: Matrices
+    units: Sequence[Any] | None = None
 
     @classmethod
-    def opened(cls, q_ref: Any, *options: Any) -> Attending:
+    def opened(cls, q_ref: Any, shared: Sequence[Any], *options: Any) -> Attending:
+        """`shared`: refs of the units of keys before RoPE and of their attention factor, or
+        nothing."""
         rows = plgpu.load(q_ref, layout=OF_ALL_WARPS, optimized=False)
-        return cls(on_warps(rows), LOG2E * q_ref.shape[1] ** -0.5, *options)
+        scale = LOG2E * q_ref.shape[1] ** -0.5
+        if not shared:
+            return cls(on_warps(rows), scale, *options)
+        *units, factor = shared
+        return cls(on_warps(rows), factor[0] * scale, *options, units)
 
     @property
     def _columns(self) -> int:
@@ -74,7 +84,8 @@ class Attending:
     @property
     def _of_warp(self) -> int:
         """Return how many slots of a tile a warp reads: as many as its registers hold."""
-        return 2 * ROWS if self._channels * self._columns <= 1024 else ROWS
+        wide = self._channels * self._columns <= 1024 and self.units is None
+        return 2 * ROWS if wide else ROWS
 
     def start(self) -> Any:
         return (
@@ -114,8 +125,10 @@ class Attending:
             new = new_row.load(window.rows[side], self._of_warp)
             return jnp.where(slots(stored.shape) == window.new_slot, new, stored)
 
-        none = splat((WARPS, ROWS, self._columns), 0.0)
-        scores = ops.product(none, load(0), self.query) * self.scale
+        scores = splat((WARPS, ROWS, self._columns), 0.0)
+        for channels, part in self._parts(load(0), lambda shape: window.tokens(slots(shape))[0]):
+            scores = ops.product(scores, part, self.query[:, :, channels])
+        scores = scores * self.scale
         if self.soft_cap is not None:
             scores = soft_capped(scores, self.soft_cap, False)
         scores = jnp.where(seen(scores.shape), scores, NEG_INF)
@@ -131,6 +144,24 @@ class Attending:
         values = jnp.where(seen(values.shape), values, jnp.zeros_like(values))
         operands = (ops.transposed(x) for x in (values, weights.astype(values.dtype)))
         return new, total, ops.product(sums * on_rows(shrink, self._channels), *operands)
+
+    def _parts(
+        self, keys: jax.Array, positions: Callable[[tuple[int, ...]], jax.Array]
+    ) -> Iterator[tuple[slice, jax.Array]]:
+        """Yield parts of keys after RoPE, and the channels of each."""
+        if self.units is None:
+            yield slice(None), keys
+            return
+        half, rows = self._channels // 2, Rows(self.ops.interpret, 0)
+        for begin in range(0, half, CHUNK):
+            channels = slice(begin, begin + CHUNK), slice(half + begin, half + begin + CHUNK)
+            of_units = (ref.at[:, pl.ds(begin, CHUNK)] for ref in self.units)
+            units = [rows.load(ref, self._of_warp) for ref in of_units]
+            cos, sin = by_elements(positions((WARPS, self._of_warp, CHUNK)), *units)
+            first, second = (keys[:, :, of_half].astype(jnp.float32) for of_half in channels)
+            turned = first * cos - second * sin, second * cos + first * sin
+            for of_half, part in zip(channels, turned, strict=True):
+                yield of_half, part.astype(keys.dtype)
 
     def parts(self, carry: Any) -> Any:
         """Return a carry with its sums cut into CHUNK channels, for `attention.store_merged`."""

@@ -100,7 +100,7 @@ class RotatedReader(Reader):
         )
 
     def arrays(self, stored: Sequence[Array]) -> tuple[Array, ...]:
-        inner, frequencies, _ = self._apart(stored)[:3]
+        inner, frequencies, _ = self.apart(stored)[:3]
         shape = (1, 1, LONGEST_TILE // SPAN, self.slots, SPAN // self.slots, frequencies.shape[0])
         tables = angle_tables(
             frequencies, self._distances(jnp.arange(LONGEST_TILE, dtype=jnp.int32))
@@ -108,7 +108,7 @@ class RotatedReader(Reader):
         return (*self.inner.arrays(inner), *(a.reshape(shape) for a in tables))
 
     def query(self, q: Float[Array, "B K GP H"], stored: Sequence[Array]) -> tuple[Array, ...]:
-        _, frequencies, factor, starts = self._apart(stored)
+        _, frequencies, factor, starts = self.apart(stored)
         cos, sin = angle_tables(frequencies, starts)
         count, width = self.chunks
         positions = (a.reshape(1, 1, -1, count // 2, width) for a in (cos, sin))
@@ -126,12 +126,12 @@ class RotatedReader(Reader):
     ) -> Float[Array, "B k G S"] | None:
         if not self.inner.adds_scores:
             return None
-        inner, frequencies, factor, starts = self._apart(stored)
+        inner, frequencies, factor, starts = self.apart(stored)
         return self.inner.more_scores(
             q * factor, inner, limits, launch, group, turn(frequencies, starts), first
         )
 
-    def _apart(
+    def apart(
         self, stored: Sequence[Array]
     ) -> tuple[Sequence[Array], Array, Array, Int[Array, " spans"]]:
         """Return the other reader's arrays, the frequencies, the attention factor and the position

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,6 +14,7 @@ from tests.pallas_kernels.codebook_sides import codebook_side
 from tests.pallas_kernels.grouped_sides import format_of, grouped_side, reader_of
 from tests.pallas_kernels.harness import KernelCase, Lengths, tuned
 from tests.pallas_kernels.polar_sides import polar_reader, polar_side
+from tests.pallas_kernels.rotated_sides import before_rope
 from tests.pallas_kernels.run_sides import run_side
 
 
@@ -110,6 +112,11 @@ def looked_up(bits: int, scales: Any, head_dim: int, group: int = 4) -> KernelCa
     """Return tables with scales of tokens on both sides."""
     side = codebook_side(bits, scales)
     return codebook(f"table{bits}_{scales}_h{head_dim}_g{group}", side, side, head_dim, group)
+
+
+def turned(case: KernelCase) -> KernelCase:
+    """Return the case with its keys before RoPE."""
+    return dataclasses.replace(case, id=f"{case.id}_turned", keys=before_rope(case.keys))
 
 
 def rows(head_dim: int, group: int) -> KernelCase:

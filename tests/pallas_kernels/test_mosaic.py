@@ -23,15 +23,27 @@ from pallas_kernels.readers.grouped import GroupedReader
 from pallas_kernels.readers.rotary import RotatedReader
 from pallas_kernels.tiles.layout import SPAN
 from tests.exhaustive import some
+from tests.float64 import rotated, row_errors, softmax
+from tests.pallas_kernels.codebook_sides import codebook_side
 from tests.pallas_kernels.grouped_sides import format_of, reader_of
 from tests.pallas_kernels.harness import (
     KernelCase,
     Lengths,
+    attend,
     check_attention,
     check_unused_capacity,
     lowered_attention,
+    output,
 )
-from tests.pallas_kernels.kernel_cases import CASES, innerq, kivi, looked_up, rows
+from tests.pallas_kernels.kernel_cases import (
+    CASES,
+    codebook,
+    innerq,
+    kivi,
+    looked_up,
+    rows,
+    turned,
+)
 
 needs_mosaic = pytest.mark.skipif(bool(route.missing()), reason=route.missing() or "")
 INTERPRETED = Launch(interpret=True, route="mosaic")
@@ -39,7 +51,7 @@ INTERPRETED = Launch(interpret=True, route="mosaic")
 # live token.
 LENGTHS = Lengths(160, (0, 31, 160))
 WIDE = {"kivi2_h64_g4_size64": Lengths(192, (0, 95, 192))}  # whole groups of tokens
-WIDE |= {"kivi4_h64_g4_size128": Lengths(256, (0, 95, 250))}
+WIDE |= {f"kivi4_h64_g4_size128{turned}": Lengths(256, (0, 95, 250)) for turned in ("", "_turned")}
 WIDE |= {"rows_h64_g4": Lengths(137, (0, 63, 137))}  # rows need no whole spans
 TUNING = Tuning(128, stages=2, cores=5, resident=1)  # fewer programs than rows and heads
 
@@ -69,9 +81,23 @@ GRID = (
     looked_up(4, "token", 64, 9),
     *(rows(head_dim, group) for head_dim, group in ((64, 4), (128, 16), (256, 1), (256, 8))),
     CASES["k_dense_v2"],
+    *(
+        turned(kivi(bits, head_dim, group))
+        for bits, head_dim, group in itertools.product((2, 3, 4, 8), (64, 128, 256), (1, 4, 8))
+    ),
+    *(turned(innerq(2, scheme, 64)) for scheme in SCHEMES),
+    *(turned(looked_up(bits, "token", head_dim)) for bits, head_dim in ((2, 64), (3, 128))),
+    *(
+        codebook(f"table{bits}_of_channels_h{head_dim}", *sides, head_dim, group)
+        for bits, head_dim, group in ((4, 64, 8), (3, 128, 4), (2, 256, 1))
+        for sides in [(codebook_side(bits, "channels", pre_rope=True), codebook_side(bits, 32))]
+    ),
+    turned(kivi(4, 64, 9)),
+    turned(kivi(4, 64, 4, 128)),
 )
 # Words that one, two and four tokens share, in one and two plane sets; 8 and 16 query columns.
 USUAL = ("innerq2_hybrid_h64_g4", "kivi2_h64_g9_size32", "table4_token_h64_g9", "rows_h64_g4")
+USUAL += ("kivi4_h64_g9_size32_turned",)
 
 
 def usual_of(cases: tuple[KernelCase, ...]) -> list[KernelCase]:
@@ -95,7 +121,12 @@ def test_attention_equals_its_reference_without_a_race(case: KernelCase):
 
 @needs_mosaic
 @pytest.mark.exhaustive
-@each((innerq(2, "sym", 64), innerq(2, "asym", 64), kivi(2, 64), looked_up(3, 32, 64), rows(64, 4)))
+@each(
+    (
+        *(innerq(2, "sym", 64), innerq(2, "asym", 64), kivi(2, 64), looked_up(3, 32, 64)),
+        *(rows(64, 4), turned(kivi(2, 64))),
+    )
+)
 def test_what_lies_behind_a_limit_changes_nothing(case: KernelCase):
     check_unused_capacity(case, case.short, case.tuning, INTERPRETED)
 
@@ -119,8 +150,35 @@ def test_a_planted_race_is_noticed(monkeypatch: pytest.MonkeyPatch):
 
 
 @needs_mosaic
+@pytest.mark.parametrize("block", some((32, 96), [96]))
+def test_keys_of_a_shard_are_rotated_to_the_positions_of_its_blocks(block: int):
+    case, (shard, shards), limits = kivi(4, 64, 2), (1, 3), (160, 192)
+    k, v = case.sides(Lengths(192, limits))
+    reader = RotatedReader(k.reader, sink=7, block=block, shards=shards)
+    frequencies = (100.0 ** (-np.arange(32) / 32)).astype(np.float32)
+    q, rope = case.queries(len(limits)), [frequencies, np.float32(1.25), np.int32(shard)]
+    args = [*k.arrays, *rope], v.arrays, jnp.asarray(limits), 192, TUNING, INTERPRETED
+    actual = output(attend((reader, v.reader), q, *args))
+    stored = np.arange(192)
+    tokens = (stored // block * shards + shard) * block + stored % block
+
+    def error(positions: np.ndarray) -> float:
+        rows = rotated(k.rows, positions[:, None] * frequencies.astype(np.float64), 1.25)
+        scores = np.asarray(q, np.float64) @ np.swapaxes(rows, 2, 3) / 8
+        live = stored < np.asarray(limits)[:, None, None, None]
+        expected = softmax(np.where(live, scores, -np.inf)) @ v.rows
+        return row_errors(actual, expected).max()
+
+    assert error(7 + tokens) < case.tolerance
+    assert error(7 + tokens + block) > 3 * case.tolerance, "another shard's blocks would pass"
+    assert error(7 + stored + block) > 3 * case.tolerance, "neighbouring blocks would pass"
+
+
+@needs_mosaic
 @pytest.mark.parametrize(
-    "case", [innerq(3, "sym", 128), looked_up(3, 32, 128), rows(256, 4)], ids=lambda case: case.id
+    "case",
+    [innerq(3, "sym", 128), looked_up(3, 32, 128), rows(256, 4), turned(kivi(2, 128))],
+    ids=lambda case: case.id,
 )
 def test_a_kernel_lowers_for_cuda_without_triton(case: KernelCase):
     text = lowered_attention(case, Launch(route="mosaic"))
@@ -173,8 +231,13 @@ def test_bodies_that_mosaic_does_not_read_are_named():
         "fewer than one tile": (k, v, 4, 96),
         "tables with outliers": (k, CodebookReader(v.layout, "tokens", 64, pool=32), 4, 128),
         "scales of channels": (CodebookReader(k.layout, "channels", 64), v, 4, 128),
-        "RotatedReader": (RotatedReader(k), v, 4, 128),
+        "blocks of 48 tokens before RoPE": (RotatedReader(k, block=48, shards=2), v, 4, 128),
+        "k: scales in bfloat16": (
+            RotatedReader(dataclasses.replace(k, scale_dtype="bfloat16")),
+            *(v, 4, 128),
+        ),
     }
+    assert route.unsupported(RotatedReader(k), v, 4, 128) is None
     for reason, (keys, values, group, capacity) in refused.items():
         assert reason in str(route.unsupported(keys, values, group, capacity))
 

@@ -9,17 +9,22 @@ import pytest
 from pallas_kernels import self_test
 from pallas_kernels.launch import Launch
 from pallas_kernels.mosaic import route
+from pallas_kernels.readers.base import Reader
 from pallas_kernels.readers.codebook import CodebookReader
+from pallas_kernels.readers.rotary import RotatedReader
 from pallas_kernels.tiles.layout import SPAN, plane_layout
 
 MOSAIC = Launch(interpret=True, route="mosaic")
 
 
+TABLES = CodebookReader(plane_layout(4, 64, SPAN), "tokens", 64)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.skipif(bool(route.missing()), reason=route.missing() or "")
-def test_tables_are_appended_as_by_the_other_route():
-    reader = CodebookReader(plane_layout(4, 64, SPAN), "tokens", 64)
-    format = self_test.Format(reader, reader, 2, "mosaic")
+@pytest.mark.parametrize("keys", [TABLES, RotatedReader(TABLES)], ids=["", "before_rope"])
+def test_tables_are_appended_as_by_the_other_route(keys: Reader):
+    format = self_test.Format(keys, TABLES, 2, "mosaic")
     outputs, expected = (
         self_test._outputs(format, launch, None) for launch in (MOSAIC, self_test.INTERPRETED)
     )

@@ -27,7 +27,7 @@ from tests.pallas_kernels.harness import (
     output,
     row_errors,
 )
-from tests.pallas_kernels.kernel_cases import CASES, innerq, kivi, looked_up, rows
+from tests.pallas_kernels.kernel_cases import CASES, innerq, kivi, looked_up, rows, turned
 from tests.pallas_kernels.lowering import lower_for_cuda
 
 CAPACITY, RING = 320, 288  # one block behind the ring is for other use
@@ -164,7 +164,7 @@ def spoiled(array: Any, seen: np.ndarray) -> Any:
 by_triton = [CASES[id] for id in ("kivi2_h64_g8_size64", "innerq2_asym_h64_g7", "dense")]
 by_triton += [CASES[id] for id in ("nuq4_h256", "m4n2_size64_h64_g7", "k_dense_v2")]
 by_mosaic = [kivi(2, 64, 2), innerq(2, "hybrid", 64), kivi(4, 128, 16), innerq(2, "asym", 256, 8)]
-by_mosaic += [looked_up(4, "token", 64), rows(64, 4)]
+by_mosaic += [looked_up(4, "token", 64), rows(64, 4), turned(kivi(4, 64))]
 RUNS = [
     *((case, window, INTERPRETED) for case in by_triton for window in (BEHIND_A_LIMIT, IN_A_RING)),
     (by_triton[1], IN_A_RING, EMULATED),

@@ -18,7 +18,7 @@ from pallas_kernels.decode_attention.windows import WindowQueries
 from pallas_kernels.launch import LAUNCH, Launch
 from pallas_kernels.quantize.append import Places, Side, append_token
 from tests.float64 import rotated, row_errors, softmax
-from tests.pallas_kernels.harness import INTERPRETED, launches
+from tests.pallas_kernels.harness import INTERPRETED, launch_name, launches
 from tests.pallas_kernels.lowering import lower_for_cuda
 
 HEADS, GROUP, CHANNELS = 2, 3, 64
@@ -179,7 +179,8 @@ def check(sizes: Sizes, rotation: tuple | None, launch: Launch, dtype: str) -> N
         )
 
 
-def test_keys_far_along_a_context_are_rotated_by_their_exact_angle():
+@pytest.mark.parametrize("launch", [INTERPRETED], ids=launch_name)
+def test_keys_far_along_a_context_are_rotated_by_their_exact_angle(launch):
     """Test ten million tokens, of which the ring holds the last: slot s holds a position that is s
     modulo the number of slots.
     """
@@ -196,7 +197,7 @@ def test_keys_far_along_a_context_are_rotated_by_their_exact_angle():
         count,
         limit,
         (FREQUENCIES, FACTOR),
-        INTERPRETED,
+        launch,
     )
 
     def in_float64(positions: np.ndarray) -> np.ndarray:

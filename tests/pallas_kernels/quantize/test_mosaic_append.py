@@ -3,6 +3,8 @@ interpreted with a detector of races, against the same by Triton's kernels and b
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,9 +13,11 @@ import pytest
 from pallas_kernels.launch import Launch
 from pallas_kernels.mosaic import route
 from tests.exhaustive import some
+from tests.pallas_kernels.decode_attention import test_windows
 from tests.pallas_kernels.decode_attention.test_windows import (
     SIZES,
     Sizes,
+    before_or_after_rope,
     check,
 )
 from tests.pallas_kernels.quantize import test_append
@@ -38,9 +42,14 @@ def named(cases, usual):
     return pytest.mark.parametrize("case", some(cases, usual), ids=lambda case: case.id)
 
 
+@before_or_after_rope
 @named((*SIZES, Sizes(3, recent=160)), [SIZES[4]])  # the last takes two tiles
-def test_attention_is_that_of_the_tokens_outside_the_body(case: Sizes):
-    check(case, None, MOSAIC, "bfloat16")
+def test_attention_is_that_of_the_tokens_outside_the_body(case: Sizes, rotation: Any):
+    check(case, rotation, MOSAIC, "bfloat16")
+
+
+def test_keys_far_along_a_context_are_rotated_by_their_exact_angle():
+    test_windows.test_keys_far_along_a_context_are_rotated_by_their_exact_angle(MOSAIC)
 
 
 @named(SERVED, USUAL)
