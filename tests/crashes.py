@@ -21,16 +21,8 @@ import pytest
 
 from kvq_jax.files import checksum, whole
 
-CHANGES = (
-    "mkdir",
-    "rename",
-    "replace",
-    "unlink",
-    "remove",
-    "rmdir",
-    "link",
-    "chmod",
-)  # functions of os
+# functions of os
+CHANGES = ("mkdir", "rename", "replace", "unlink", "remove", "rmdir", "link", "chmod")
 
 
 class Killed(BaseException):
