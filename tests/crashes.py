@@ -6,8 +6,6 @@ raised, which no handler catches, and so it is at every step after it: a dead pr
 up. Files that were made and not synced are then cut to half of their bytes.
 """
 
-from __future__ import annotations
-
 import builtins
 import contextlib
 import gc

@@ -5,8 +5,6 @@ The project's packages are imported inside of the fixtures: pytest reads this fi
 installs the hook that checks shapes.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 import shutil

@@ -3,8 +3,6 @@
 Sources are read, not imported.
 """
 
-from __future__ import annotations
-
 import ast
 import collections
 import dataclasses

@@ -1,8 +1,6 @@
 """Writers that are killed at every step: what was there stays whole, nothing else is left, and the
 same command works again."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import os

@@ -4,8 +4,6 @@ tests, laboratory, benchmarks, tools -> kvq_tools -> kvq_models -> kvq_jax -> pa
 cpu_kernels -> jax. kvq_hosts imports kvq_jax, and each of its files one project of others.
 """
 
-from __future__ import annotations
-
 import ast
 import pathlib
 import re

@@ -1,8 +1,6 @@
 """The tests of several devices, in a process of their own: 8 virtual CPU devices must be asked for
 before JAX starts."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 import re

@@ -1,8 +1,6 @@
 """The installed distribution: packages of our own names only, the files that their code opens, and
 what runs without the sources."""
 
-from __future__ import annotations
-
 import compileall
 import importlib.metadata
 import os

@@ -3,8 +3,6 @@
 Sources are read, not imported. `stale` gives the names in one text that lead nowhere.
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import io

@@ -1,7 +1,5 @@
 """Nothing of ours writes a file in place: after a kill, what stood there stands there still."""
 
-from __future__ import annotations
-
 import ast
 import pathlib
 

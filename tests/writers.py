@@ -1,8 +1,6 @@
 """The project's writers of files, for tests that kill them: each writes a content, 0 or 1, into a
 folder."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

@@ -2,8 +2,6 @@
 ThreadSanitizer, in programs without XLA or Python.
 """
 
-from __future__ import annotations
-
 import pathlib
 import platform
 import shutil

@@ -5,8 +5,6 @@ A fresh model has zero biases and unit norms, so a loader that forgets them stil
 weight is random.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json

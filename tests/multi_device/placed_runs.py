@@ -1,8 +1,6 @@
 """What the tests of placements share: the placements of a method, layers run on them and on one
 device, and what compilers made."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

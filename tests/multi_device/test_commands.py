@@ -1,8 +1,6 @@
 """`kvq generate`, `eval` and `chat` with --mesh: the results of one device, and one line for a mesh
 that cannot be."""
 
-from __future__ import annotations
-
 import io
 import json
 

@@ -1,8 +1,6 @@
 """Slots on a mesh: requests that come and go get the tokens of one device, from programs that are
 compiled once."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 
 import jax

@@ -1,7 +1,5 @@
 """The cache of one layer on a mesh: placed by a plan, or split by a host's own shard_map."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

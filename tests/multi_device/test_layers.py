@@ -1,8 +1,6 @@
 """Layers of every method on a mesh: the same cache bit for bit, the same attention to rounding, and
 nothing of a cache's size moves."""
 
-from __future__ import annotations
-
 import math
 import pathlib
 import re

@@ -1,8 +1,6 @@
 """A whole model and its cache on a mesh: the tokens of one device, whatever kind of mesh is in
 context."""
 
-from __future__ import annotations
-
 import json
 import os
 import pathlib

@@ -1,7 +1,5 @@
 """Layouts, axes and byte counts: what is promised is what is allocated."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import ClassVar, get_args
 

@@ -1,8 +1,6 @@
 """Every array of every cache is described by named axes, and the names are right: what grows with
 tokens is called so, and nothing else."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,8 +1,6 @@
 """The laws of a cache layer, over the whole table of methods: what a token's cached form may depend
 on, and what it may not."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax.numpy as jnp

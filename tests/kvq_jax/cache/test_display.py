@@ -1,8 +1,6 @@
 """Objects print in a line, also while they are traced, after they were donated, and where nothing
 is allocated."""
 
-from __future__ import annotations
-
 import html
 
 import jax

@@ -1,8 +1,6 @@
 """The attention of a model's layers is read from its config, and a config whose attention a cache
 would not compute is refused by the name of its field."""
 
-from __future__ import annotations
-
 import pytest
 import transformers
 

@@ -1,8 +1,6 @@
 """What a decode step costs: memory far below one layer's cache, and reads that follow the live
 length, not the capacity."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Sizes as the KVQuant paper prints them, from its rule; and sizes as stored, from the arrays."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvq_jax.cache.cache import CacheDims

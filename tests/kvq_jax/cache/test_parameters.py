@@ -1,8 +1,6 @@
 """Parameters of single layers: from calibration rows and from weights, and what is refused by
 name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,8 +1,6 @@
 """One new token enters a ring as its row alone, by XLA for GPUs and by the C++ kernel: the ring is
 one made anew, to the bit."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,8 +1,6 @@
 """Cache algebra: trimmed, picked, repeated and merged rows are the rows that were there, and
 decoding goes on from them."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

@@ -1,7 +1,5 @@
 """Saved caches: bit-exact round trips, and files that are refused with one line that says why."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,8 +1,6 @@
 """The spec grammar: parse(str(spec)) == spec, one spelling per meaning, errors that list what is
 allowed."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

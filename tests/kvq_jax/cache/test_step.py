@@ -1,8 +1,6 @@
 """A step through the layers of somebody's model: where tokens stand, what is written, and what a
 caller is told in one line."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

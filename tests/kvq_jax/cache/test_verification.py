@@ -1,8 +1,6 @@
 """Damage in live memory is found wherever something does not change any more, and nothing else is
 taken for damage."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

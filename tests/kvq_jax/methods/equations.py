@@ -1,7 +1,5 @@
 """What methods do to rows, in NumPy, and the rows that their bodies give back."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax.numpy as jnp

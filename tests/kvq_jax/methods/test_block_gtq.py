@@ -1,7 +1,5 @@
 """Block-GTQ against NumPy that follows its equations: energies, widths, groups."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 

@@ -1,8 +1,6 @@
 """GEAR against what its public code's functions return for the same numbers (a slice in
 tests/golden/), and what ours does otherwise."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

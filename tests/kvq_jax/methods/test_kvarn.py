@@ -1,7 +1,5 @@
 """KVarN against NumPy that follows its equations tile by tile, in the order of its public code."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """OptR against NumPy that follows its equations: the losses, the choice of rotations, the body."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """OScaR against NumPy that follows its equations group by group."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 

@@ -1,7 +1,5 @@
 """OSCAR against NumPy that follows its equations, and the rotation that its calibration gives."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Product quantization against NumPy that follows its equations, its tables, and its codebooks."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Waterfill against a version in plain NumPy, and what its calibration and its widths promise."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,8 +1,6 @@
 """XQuant and XQuant-CL beyond the laws of the method table: the arithmetic against a plain NumPy
 reading, and the carry."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

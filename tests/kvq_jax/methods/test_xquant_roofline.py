@@ -1,7 +1,5 @@
 """The roofline of rebuilding keys and values: the paper's figures, and the counts behind ours."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 

@@ -1,8 +1,6 @@
 """ZipCache against what its public code's functions return for the same numbers (tests/golden/),
 and its saliency against a definition."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax.numpy as jnp

@@ -2,8 +2,6 @@
 from the library's decoders. Each returns the tensors of a module by the end of their names and the
 weight that they stand for."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Every way in which a checkpoint can be broken: one line that names the file or the tensor."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from unittest import mock

@@ -1,8 +1,6 @@
 """Checkpoints in and out without torch, and every way in which one can be broken: one line that
 names the file or the tensor."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import pathlib

@@ -1,7 +1,5 @@
 """config.json in and out: both spellings, the families' implied fields, any value of a field."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import itertools

@@ -1,8 +1,6 @@
 """One table of config.json that would be computed wrongly or is malformed: a refusal is one line
 that names the field."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

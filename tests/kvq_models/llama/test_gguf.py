@@ -1,8 +1,6 @@
 """GGUF files load like the checkpoints they were made from: weights, configuration, tokens.
 Unsupported features are refused by name."""
 
-from __future__ import annotations
-
 import dataclasses
 import pathlib
 

@@ -1,8 +1,6 @@
 """GGUF files of all families load like the models they were made from: names of
 tensors, order of rows, factors, norms, layers without RoPE, experts in one tensor or in many."""
 
-from __future__ import annotations
-
 import dataclasses
 import pathlib
 from typing import Any

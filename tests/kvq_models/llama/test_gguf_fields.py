@@ -1,8 +1,6 @@
 """No field of a GGUF file that changes the computation, the tokens, or where a text ends is
 ignored; files in parts, of other byte orders and of other kinds are read or named."""
 
-from __future__ import annotations
-
 import dataclasses
 import pathlib
 import re

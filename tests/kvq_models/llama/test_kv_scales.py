@@ -1,7 +1,5 @@
 """The scales of an fp8 cache that a checkpoint brings are read, checked, and the cache's."""
 
-from __future__ import annotations
-
 import pathlib
 from collections.abc import Callable
 from typing import Any

@@ -1,8 +1,6 @@
 """The model as a pytree under plain jax transforms, and the laws of its forward pass. No torch
 needed."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

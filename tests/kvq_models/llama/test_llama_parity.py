@@ -1,8 +1,6 @@
 """Our Llama against transformers': the same checkpoint gives the same fp32 logits, for every
 family, feature and RoPE type."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """gpt-oss as it is published: experts in MXFP4 load as transformers dequantizes them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import jax

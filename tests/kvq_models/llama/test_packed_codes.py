@@ -1,8 +1,6 @@
 """Codes of AWQ, GPTQ, compressed-tensors, FP8 and NF4 stay packed: the same values as dequantized
 ones, the same logits, and what has no packed matrix is dequantized."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import pathlib

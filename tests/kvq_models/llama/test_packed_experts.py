@@ -1,8 +1,6 @@
 """Experts that stay packed: the file's values, the logits of dense experts, and no read of experts
 that no token chooses."""
 
-from __future__ import annotations
-
 import dataclasses
 import pathlib
 

@@ -1,8 +1,6 @@
 """Matrices of 16 bits stay as a safetensors checkpoint stores them: the same values, the tokens of
 widened weights, and the default for large checkpoints on a CPU."""
 
-from __future__ import annotations
-
 import pathlib
 
 import jax

@@ -1,8 +1,6 @@
 """Hugging Face directories as they are published: tokenizers that a library would rebuild, end
 tokens in several places, sampling defaults, heads and prefixes that are missing, quantization."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import pathlib

@@ -1,7 +1,5 @@
 """Published checkpoints that would be read wrongly are refused in one line, with the tensor."""
 
-from __future__ import annotations
-
 import pathlib
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Checkpoints as they are published quantized: each layout loads as the floats that it stands
 for."""
 
-from __future__ import annotations
-
 import pathlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A model that chats."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 import shutil

@@ -1,8 +1,6 @@
 """`kvq generate --prompts`: each prompt gets the answer that it gets alone, and an interrupted run
 continues where it stopped."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 

@@ -1,7 +1,5 @@
 """`kvq chat`: one cache always holds the conversation token for token, however turns end."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -1,8 +1,6 @@
 """`kvq chat` with sliding windows: a turn that goes back further than a window reads the
 conversation again."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 import pytest

@@ -1,8 +1,6 @@
 """kvq: each command prints what the library computes, and user errors are one line and exit code
 2."""
 
-from __future__ import annotations
-
 import json
 import re
 

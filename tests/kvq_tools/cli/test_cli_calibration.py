@@ -1,8 +1,6 @@
 """kvq calibrate and --calibration: the file is the library's, commands use it, and anything wrong
 with it is one line."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

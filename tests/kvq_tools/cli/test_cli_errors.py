@@ -1,8 +1,6 @@
 """Errors while a command works are one line, and a bug keeps its traceback. What is refused before
 any work is in test_refusals_of_commands.py."""
 
-from __future__ import annotations
-
 import jax
 import pytest
 

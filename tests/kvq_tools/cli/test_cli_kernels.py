@@ -1,8 +1,6 @@
 """`kvq generate` reports the kernels that ran, in a process that believes it has a GPU and
 interprets kernels."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest

@@ -1,8 +1,6 @@
 """`kvq memory` and `kvq doctor` on caches that rebuild keys and values: the roofline, memory beside
 the cache, the layers."""
 
-from __future__ import annotations
-
 import json
 
 import jax

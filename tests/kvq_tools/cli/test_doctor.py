@@ -1,7 +1,5 @@
 """`kvq doctor`: warnings that a config or a key bias implies, exact layers, and kernels."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

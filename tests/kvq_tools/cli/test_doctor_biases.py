@@ -1,7 +1,5 @@
 """The harm of a key bias in one RoPE pair, by method and pair, and the warnings of `kvq doctor`."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

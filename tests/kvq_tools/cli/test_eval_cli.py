@@ -1,7 +1,5 @@
 """`kvq eval` prints the library's numbers, and user errors are one line."""
 
-from __future__ import annotations
-
 import importlib
 import json
 

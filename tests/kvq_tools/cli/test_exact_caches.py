@@ -1,8 +1,6 @@
 """Commands call tokens quantized if the layers of a cache quantize them, whatever the method's
 name."""
 
-from __future__ import annotations
-
 import pytest
 
 import kvq_jax as kvq

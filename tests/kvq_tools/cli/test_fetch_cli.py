@@ -1,7 +1,5 @@
 """`kvq fetch`, and model names wherever a command or a function takes a model."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

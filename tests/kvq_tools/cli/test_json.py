@@ -4,8 +4,6 @@ objects, too.
 The fixture `run_json` compares the keys of every object that it reads with the page.
 """
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,8 +1,6 @@
 """`kvq lm-eval` passes its command line on unchanged, and kvq is one of lm-evaluation-harness's
 models."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """`kvq memory --budget` without a cache: what fits, from config.json alone, with measured KL."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """`kvq memory --mesh`: the share of each device, from config.json alone."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 

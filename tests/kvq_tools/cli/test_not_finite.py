@@ -1,8 +1,6 @@
 """If a model computes nan or inf, every command says so in one line and ends with a distinct exit
 status."""
 
-from __future__ import annotations
-
 import pathlib
 
 import jax.numpy as jnp

@@ -1,8 +1,6 @@
 """`kvq prefill` and `kvq generate --from`: one process reads, another continues, and the tokens are
 the same as in one process."""
 
-from __future__ import annotations
-
 import pathlib
 import re
 

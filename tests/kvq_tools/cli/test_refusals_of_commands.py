@@ -1,8 +1,6 @@
 """One table over all commands: what a user gets wrong is one line and exit code 2, found before
 weights are read."""
 
-from __future__ import annotations
-
 import pathlib
 import shlex
 

@@ -1,8 +1,6 @@
 """`kvq serve` as a process: it prints its address, and SIGTERM ends it once accepted requests are
 answered."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import os

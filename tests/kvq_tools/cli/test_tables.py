@@ -1,7 +1,5 @@
 """Tables in terminals of 60, 80 and 120 columns: no line is too long, and no number is broken."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,8 +1,6 @@
 """Prompts and texts: where they end, where they come from, how tokens are sampled, and in which
 dtype."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import io

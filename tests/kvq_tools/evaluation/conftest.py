@@ -1,7 +1,5 @@
 """A tiny model in a directory, for the tests of commands."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.kvq_models.checkpoints import save_with_tokenizer

@@ -1,7 +1,5 @@
 """t intervals hold the truth as often as they say, and say nothing where there is no spread."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

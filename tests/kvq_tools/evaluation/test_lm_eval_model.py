@@ -1,7 +1,5 @@
 """lm-eval through a cache: its scores come from decoding, and the cache's bits move them."""
 
-from __future__ import annotations
-
 import functools
 import json
 import random

@@ -1,8 +1,6 @@
 """Caches that take statistics from a prompt get one in an evaluation, and all others are evaluated
 as before."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

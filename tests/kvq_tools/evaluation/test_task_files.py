@@ -1,7 +1,5 @@
 """Samples from files: they are asked as they are, and bad files are named with their line."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,8 +1,6 @@
 """Plans: budgets are met as well as possible, a side measured alone equals a whole cache's, and
 files are read or refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

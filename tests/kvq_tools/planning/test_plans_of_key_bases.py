@@ -1,7 +1,5 @@
 """Plans with keys in an eigenbasis: costs, sizes and the choice between bases."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import jax

@@ -1,8 +1,6 @@
 """One small report for the tests of all files here. Its pictures are small, because drawing and
 packing their pixels is most of a page's time."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """One small run of `kvq report`, for tests."""
 
-from __future__ import annotations
-
 from kvq_tools.cli import main
 
 TEXT = (

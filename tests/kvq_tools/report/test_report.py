@@ -1,7 +1,5 @@
 """kvq report: numbers, pictures and page of one small run, checked against plain computations."""
 
-from __future__ import annotations
-
 import functools
 import json
 import operator

@@ -1,7 +1,5 @@
 """`kvq report`: users' mistakes are one line, and JSON lists the written files."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import pytest

@@ -1,7 +1,5 @@
 """The page of a report: it holds every cache and every number, and needs nothing else."""
 
-from __future__ import annotations
-
 import dataclasses
 import html
 import json

@@ -1,7 +1,5 @@
 """The first choice of a completion, and the answers of a separate engine like the server's."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,8 +1,6 @@
 """A server in this process, on a free port, with two layers of the embedded model: compiled once
 for all of its tests."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import http.client

@@ -1,8 +1,6 @@
 """The list of fields: every one of OpenAI's is served or refused, and docs/serving.md says
 which."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 import re

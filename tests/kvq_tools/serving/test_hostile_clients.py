@@ -1,8 +1,6 @@
 """One client, hostile or clumsy, does not stop the others: what it sends is counted before anything
 is made of it, and what it does with its connection is bounded."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket

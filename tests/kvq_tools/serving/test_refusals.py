@@ -1,8 +1,6 @@
 """The server's refusals and their messages: fields, bodies, unauthorized clients, a full queue, and
 clients that leave."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """The server as its clients see it: the answers to OpenAI's client, alone and among others."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """Chat templates are programs from a checkpoint: none stops the server, whatever it computes."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Iterator

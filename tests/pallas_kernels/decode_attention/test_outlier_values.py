@@ -1,7 +1,5 @@
 """The kernel of weighted outliers, interpreted, against float64 sums over their slots."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 
