@@ -1,8 +1,6 @@
 """How tests compile. Their programs run for milliseconds: without LLVM's optimizations they compile
 several times faster."""
 
-from __future__ import annotations
-
 import jax
 
 # JAX 0.10 knows this option; later versions refuse to start with it.

@@ -1,8 +1,6 @@
 """Settings of every test: JAX in its strict modes, quick compilation, property tests that draw the
 same examples each time."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 import shutil

@@ -6,8 +6,6 @@ raised, which no handler catches, and so it is at every step after it: a dead pr
 up. Files that were made and not synced are then cut to half of their bytes.
 """
 
-from __future__ import annotations
-
 import builtins
 import contextlib
 import gc
@@ -21,16 +19,8 @@ import pytest
 
 from kvq_jax.files import checksum, whole
 
-CHANGES = (
-    "mkdir",
-    "rename",
-    "replace",
-    "unlink",
-    "remove",
-    "rmdir",
-    "link",
-    "chmod",
-)  # functions of os
+# functions of os
+CHANGES = ("mkdir", "rename", "replace", "unlink", "remove", "rmdir", "link", "chmod")
 
 
 class Killed(BaseException):

@@ -1,8 +1,6 @@
 """Cases that run in every suite, and those that run with --exhaustive alone: variants of the
 others, for tests that compile much."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
 from typing import Any
 

@@ -5,9 +5,8 @@ The project's packages are imported inside of the fixtures: pytest reads this fi
 installs the hook that checks shapes.
 """
 
-from __future__ import annotations
-
 import json
+import shlex
 import shutil
 
 import jaxtyping
@@ -23,12 +22,13 @@ def types_unchecked(monkeypatch):
 
 @pytest.fixture
 def run(capsys):
-    """run(*arguments) -> (exit code, stdout, stderr)."""
+    """run(*arguments) -> (exit code, stdout, stderr). The first argument may be a command as it is
+    typed, of several words."""
 
     from kvq_tools.cli import main
 
-    def call(*arguments):
-        code = main.main([str(a) for a in arguments])
+    def call(command="", *arguments):
+        code = main.main([*shlex.split(command), *map(str, arguments)])
         captured = capsys.readouterr()
         return code, captured.out, captured.err
 
@@ -54,15 +54,9 @@ def run_json(run):
 def model(tmp_path_factory):
     """Return a directory with a random one-layer model and a byte-level tokenizer, whose tokens
     often are parts of characters."""
-    from kvq_models import save_llama
-    from laboratory.embedded_model.tokenizer import save_tokenizer, train_tokenizer
-    from tests.kvq_models.checkpoints import PROMPT, random_llama, tiny_config
+    from tests.kvq_models.checkpoints import PROMPT, save_with_tokenizer
 
-    directory = tmp_path_factory.mktemp("model")
-    fields = {"vocab_size": 300, "num_hidden_layers": 1, "max_position_embeddings": 256}
-    save_llama(random_llama(tiny_config(**fields)), directory)
-    save_tokenizer(train_tokenizer([PROMPT] * 3, 300), directory, 256)
-    return directory
+    return save_with_tokenizer(tmp_path_factory.mktemp("model"), PROMPT * 3)
 
 
 @pytest.fixture(scope="module")
@@ -88,22 +82,16 @@ def shallow(tmp_path_factory):
 
     directory = tmp_path_factory.mktemp("model") / "shallow"
     shutil.copytree(EMBEDDED, directory)
-    tensors, config = (
-        load_file(EMBEDDED / "model.safetensors"),
-        json.loads((EMBEDDED / "config.json").read_text()),
-    )
-    kept = {
-        name: array
-        for name, array in tensors.items()
-        if ".layers." not in name or ".layers.0." in name
-    }
+    tensors = load_file(EMBEDDED / "model.safetensors")
+    config = json.loads((EMBEDDED / "config.json").read_text())
     last = f".layers.{config['num_hidden_layers'] - 1}."
-    kept |= {
-        name.replace(last, ".layers.1."): array for name, array in tensors.items() if last in name
+    kept = {
+        name.replace(last, ".layers.1."): array
+        for name, array in tensors.items()
+        if ".layers." not in name or ".layers.0." in name or last in name
     }
-    assert (
-        len(kept) == 2 + 2 * 9
-    )  # embedding and last norm; of a layer seven projections and two norms
+    # embedding and last norm; of a layer seven projections and two norms
+    assert len(kept) == 2 + 2 * 9
     save_file(kept, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
     return directory

@@ -1,7 +1,5 @@
 """The arithmetic of attention in NumPy's float64, with which kernels and caches are compared."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,8 +1,6 @@
 """The one table of methods that drives every property test: a new method, or a new mode of one, is
 a new row here."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 

@@ -3,8 +3,6 @@
 Sources are read, not imported.
 """
 
-from __future__ import annotations
-
 import ast
 import collections
 import dataclasses
@@ -16,18 +14,10 @@ from collections.abc import Iterator
 
 ROOT = pathlib.Path(__file__).parents[1]
 FOLDERS = (
-    "cpu_kernels",
-    "kvq_jax",
-    "kvq_hosts",
-    "pallas_kernels",
-    "models",
-    "kvq_tools",
-    "tools",
-    "benchmarks",
-    "laboratory",
-    "tests",
-    "docs",
+    *("cpu_kernels", "kvq_jax", "kvq_hosts", "pallas_kernels", "models", "kvq_tools"),
+    *("tools", "benchmarks", "laboratory", "tests", "docs"),
 )
+OTHERS = ("README.md", "Makefile", ".ci/run", "pyproject.toml", ".pre-commit-config.yaml")
 
 
 @dataclasses.dataclass
@@ -35,9 +25,7 @@ class Project:
     """Everything that can be named."""
 
     files: set[str]
-    modules: dict[
-        str, set[str]
-    ]  # dotted name -> what stands at the module's top; a package's modules too
+    modules: dict[str, set[str]]  # dotted name -> what stands at its top; a package's modules too
     identifiers: set[str]  # every name in code, and every string that could be an option or a key
     programs: set[str]  # what `python -m` runs
     targets: set[str]  # of the Makefile
@@ -48,23 +36,9 @@ class Project:
 
 def text_files() -> Iterator[tuple[str, str]]:
     """Yield path (relative to the project) and content of what is written by hand."""
-    found = [
-        ROOT / name
-        for name in (
-            "README.md",
-            "Makefile",
-            ".ci/run",
-            "pyproject.toml",
-            ".pre-commit-config.yaml",
-        )
-    ]
-    for folder in FOLDERS:
-        found += [
-            file
-            for file in sorted((ROOT / folder).rglob("*"))
-            if file.suffix in (".py", ".md", ".sh")
-        ]
-    for file in found:
+    inside = (file for folder in FOLDERS for file in sorted((ROOT / folder).rglob("*")))
+    written = [file for file in inside if file.suffix in (".py", ".md", ".sh")]
+    for file in [*(ROOT / name for name in OTHERS), *written]:
         yield file.relative_to(ROOT).as_posix(), file.read_text(encoding="utf-8")
 
 
@@ -121,17 +95,10 @@ def used_names(tree: ast.Module) -> Iterator[str]:
 @functools.cache
 def project() -> Project:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    kept = [
-        file
-        for folder in FOLDERS
-        for file in (ROOT / folder).rglob("*")
-        if "__pycache__" not in file.parts
-    ]
-    files = (
-        {file.relative_to(ROOT).as_posix() for file in kept}
-        | {file.name for file in ROOT.iterdir() if file.is_file()}
-        | {".ci/run"}
-    )
+    inside = (file for folder in FOLDERS for file in (ROOT / folder).rglob("*"))
+    kept = (file for file in inside if "__pycache__" not in file.parts)
+    files = {file.relative_to(ROOT).as_posix() for file in kept} | {".ci/run"}
+    files |= {file.name for file in ROOT.iterdir() if file.is_file()}
     trees, modules, programs = [], collections.defaultdict(set), set()
     for path, content in text_files():
         if path.endswith(".py"):
@@ -151,14 +118,13 @@ def project() -> Project:
         for node in main.body
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "COMMANDS"
     )
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     return Project(
         files,
         dict(modules),
         {name for tree in trees for name in used_names(tree)},
         programs,
-        set(
-            re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
-        ),
+        set(re.findall(r"^([a-z]+):", makefile, re.MULTILINE)),
         set(commands),
         set(settings["optional-dependencies"]),
         settings["name"],

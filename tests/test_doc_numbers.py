@@ -1,7 +1,5 @@
 """Counts and defaults that the documents tell are those of the code."""
 
-from __future__ import annotations
-
 import argparse
 import pathlib
 import re

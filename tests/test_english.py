@@ -5,8 +5,6 @@ A condition is "if", not "where". A docstring begins with a verb or a noun, not 
 is ruff's business (E501 at 100 columns).
 """
 
-from __future__ import annotations
-
 import ast
 import collections
 import io

@@ -1,8 +1,6 @@
 """What a visitor sees first shows what it is for: the README's examples quantize tokens, and its
 picture and speeds are those of committed results."""
 
-from __future__ import annotations
-
 import pathlib
 import re
 import shlex

@@ -1,8 +1,6 @@
 """A full disk: every writer leaves what was there and nothing else, and commands say it in one
 line."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import importlib

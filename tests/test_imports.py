@@ -4,8 +4,6 @@ tests, laboratory, benchmarks, tools -> kvq_tools -> kvq_models -> kvq_jax -> pa
 cpu_kernels -> jax. kvq_hosts imports kvq_jax, and each of its files one project of others.
 """
 
-from __future__ import annotations
-
 import ast
 import pathlib
 import re
@@ -13,18 +11,10 @@ import re
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
-ORDER = (
-    "cpu_kernels",
-    "pallas_kernels",
-    "kvq_jax",
-    "kvq_hosts",
-    "kvq_models",
-    "kvq_tools",
-    "tools",
-    "benchmarks",
-    "laboratory",
-    "tests",
-)  # each may import those before it
+ORDER = (  # each may import those before it
+    *("cpu_kernels", "pallas_kernels", "kvq_jax", "kvq_hosts", "kvq_models", "kvq_tools"),
+    *("tools", "benchmarks", "laboratory", "tests"),
+)
 FOLDERS = {"kvq_models": "models/kvq_models"}  # of packages that do not lie at the top
 LAYOUT, OPTIONS = "pallas_kernels.tiles.layout", "pallas_kernels.launch"
 PARTIAL = "pallas_kernels.decode_attention.partial_attention"
@@ -118,16 +108,8 @@ def violations(path: pathlib.Path, source: str) -> list[str]:
             and not path.as_posix().startswith(ROOMS)
         )
         kernels_of_another_device = top in KERNELS and own in KERNELS and top != own
-        if (
-            wrong_way
-            or past_the_door
-            or from_the_top
-            or beside_the_library
-            or from_hosts
-            or heavy
-            or kernels_of_another_device
-            or asks_a_class
-        ):
+        of_packages = wrong_way, past_the_door, from_the_top, beside_the_library, from_hosts
+        if any((*of_packages, heavy, kernels_of_another_device, asks_a_class)):
             found.append(f"{path} imports {name}")
     return found
 

@@ -1,7 +1,5 @@
 """docs/kernels.md: its tables hold the counts of the committed results."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 

@@ -1,7 +1,5 @@
 """Every module of the laboratory imports, which is all that the suite asks of it."""
 
-from __future__ import annotations
-
 import importlib
 import pathlib
 

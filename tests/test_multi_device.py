@@ -1,8 +1,6 @@
 """The tests of several devices, in a process of their own: 8 virtual CPU devices must be asked for
 before JAX starts."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 import re
@@ -14,46 +12,31 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[1]
 DEVICES, FOLDER = 8, "tests/multi_device"
 PARTS = {  # which two workers run side by side: (files, at least how many tests)
-    "layers": (("test_layers.py", "test_windowed_layers.py"), 28),
-    "models": (
-        (
-            "test_models.py",
-            "test_layer_plans.py",
-            "test_commands.py",
-            "test_engine.py",
-            "test_refusals.py",
-        ),
-        30,
-    ),
+    "layers": ("layers windowed_layers", 28),
+    "models": ("models layer_plans commands engine refusals", 30),
 }
 
 # Its programs are compiled once each, so none is kept on disk; and the other tests check the types
 # of all that runs there but placements.
-OPTIONS = (
-    "-q",
-    "-n",
-    "0",
-    "-p",
-    "no:cacheprovider",
-    "--jaxtyping-packages=kvq_jax.placement,tests.type_checker.checked",
-)
+CHECKED = "--jaxtyping-packages=kvq_jax.placement,tests.type_checker.checked"
+OPTIONS = ("-q", "-n", "0", "-p", "no:cacheprovider", CHECKED)
 QUICKER = {"JAX_ENABLE_COMPILATION_CACHE": "false"}
 
 
 def test_every_file_is_in_a_part():
-    assert sorted(file for files, _ in PARTS.values() for file in files) == sorted(
-        p.name for p in (ROOT / FOLDER).glob("test_*.py")
-    )
+    named = [f"test_{name}.py" for names, _ in PARTS.values() for name in names.split()]
+    assert sorted(named) == sorted(p.name for p in (ROOT / FOLDER).glob("test_*.py"))
 
 
 @pytest.mark.parametrize("part", PARTS)
 def test_on_eight_virtual_devices(part, pytestconfig):
-    files, fewest = PARTS[part]
+    names, fewest = PARTS[part]
     flags = (
         f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
         " --xla_cpu_parallel_codegen_split_count=1"
     )
-    command = [sys.executable, "-m", "pytest", *OPTIONS, *(f"{FOLDER}/{file}" for file in files)]
+    files = [f"{FOLDER}/test_{name}.py" for name in names.split()]
+    command = [sys.executable, "-m", "pytest", *OPTIONS, *files]
     command += ["--exhaustive"] if pytestconfig.getoption("--exhaustive") else []
     environment = os.environ | {"XLA_FLAGS": flags.strip(), "JAX_PLATFORMS": "cpu"} | QUICKER
     done = subprocess.run(

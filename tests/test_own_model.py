@@ -1,7 +1,5 @@
 """docs/own_model.md: what the page's code computes, run as it stands, against plain attention."""
 
-from __future__ import annotations
-
 import pathlib
 import re
 from typing import Any

@@ -1,8 +1,6 @@
 """The installed distribution: packages of our own names only, the files that their code opens, and
 what runs without the sources."""
 
-from __future__ import annotations
-
 import compileall
 import importlib.metadata
 import os
@@ -48,20 +46,9 @@ def build(folder: pathlib.Path, environment: dict[str, str]) -> pathlib.Path:
         ".*", "build", "*.egg-info", "__pycache__", "tests", "results", "*.so"
     )
     shutil.copytree(ROOT, source, ignore=ignored)
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "--no-build-isolation",
-        "--wheel-dir",
-        str(folder),
-    ]
-    subprocess.run(
-        [*command, str(source)], check=True, capture_output=True, text=True, env=environment
-    )
+    options = ["-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir"]
+    command = [sys.executable, *options, str(folder), str(source)]
+    subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
     (wheel,) = folder.glob("kvq_jax-*.whl")
     return wheel
 
@@ -164,25 +151,22 @@ def test_the_version_is_that_of_the_package(wheel: pathlib.Path, installed: set[
 
 def test_the_version_is_read_without_importing_jax():
     """As an isolated build reads it, in which JAX is not installed."""
-    read = (
-        "from setuptools.config import expand; print(expand.read_attr('kvq_jax.__version__', None,"
-        " sys.argv[1]))"
-    )
-    command = [sys.executable, "-c", f"import sys; sys.modules['jax'] = None; {read}", str(ROOT)]
-    assert (
-        subprocess.run(command, check=True, capture_output=True, text=True, cwd="/").stdout.strip()
-        == kvq_jax.__version__
-    )
+    program = """
+import sys
+sys.modules["jax"] = None
+from setuptools.config import expand
+print(expand.read_attr("kvq_jax.__version__", None, sys.argv[1]))
+"""
+    command = [sys.executable, "-c", program, str(ROOT)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd="/")
+    assert done.stdout.strip() == kvq_jax.__version__
 
 
 def test_the_snippet_of_readme_runs_from_an_empty_folder(
     site: pathlib.Path, tmp_path: pathlib.Path
 ):
-    (snippet,) = re.findall(
-        r"^```python\n(.*?)^```",
-        (ROOT / "README.md").read_text(encoding="utf-8"),
-        re.MULTILINE | re.DOTALL,
-    )
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (snippet,) = re.findall(r"^```python\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
     printed = run(snippet, site, tmp_path)
     said = re.search(r"\w.*\n(\d+) of (\d+) tokens quantized \(\d+ bytes\)", printed, re.DOTALL)
     assert said, printed

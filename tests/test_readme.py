@@ -1,8 +1,6 @@
 """README and docs: the numbers that they quote are those of committed outputs, and their commands
 parse."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 import re

@@ -3,8 +3,6 @@
 Sources are read, not imported. `stale` gives the names in one text that lead nowhere.
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import io
@@ -21,44 +19,17 @@ HEADS = (  # of dotted names, past ones included
     "kvq|cpu_kernels|kvq_hosts|kvq_jax|kvq_models|kvq_tools|pallas_kernels|models|tools|benchmarks"
     "|laboratory|tests"
 )
-NOT_OURS = {
-    "jax",
-    "jnp",
-    "lax",
-    "np",
-    "pl",
-    "safetensors",
-    "torch",
-    "transformers",
-    "lm_eval",
-    "gsm8k_cot",
-}  # what a.b may begin with, and names of lm-eval's tasks: not ours
-INSTRUCTIONS = {
-    "HFMA2",
-    "lop3",
-    "movmatrix",
-    "or",
-    "prmt",
-    "sin.approx",
-    "xor",
-}  # of GPUs, in backticks like names of ours
-SUFFIXES = (
-    "jinja",
-    "json",
-    "md",
-    "model",
-    "npz",
-    "py",
-    "safetensors",
-    "svg",
-    "txt",
-)  # a file in backticks: looked for as a file
+# what a.b may begin with, and names of lm-eval's tasks: not ours
+NOT_OURS = {"jax", "jnp", "lax", "np", "pl", "safetensors", "torch", "transformers"}
+NOT_OURS |= {"lm_eval", "gsm8k_cot"}
+# of GPUs, in backticks like names of ours
+INSTRUCTIONS = {"HFMA2", "lop3", "movmatrix", "or", "prmt", "sin.approx", "xor"}
+# a file in backticks: looked for as a file
+SUFFIXES = ("jinja", "json", "md", "model", "npz", "py", "safetensors", "svg", "txt")
+# generated, or dated: their names are those of their day
 QUOTES_HISTORY = (
-    "benchmarks/results/",
-    "laboratory/results/",
-    "docs/report/",
-    "laboratory/notes/",
-)  # generated, or dated: their names are those of their day
+    *("benchmarks/results/", "laboratory/results/", "docs/report/", "laboratory/notes/"),
+)
 
 OF_OTHERS = ("docs/serving_hosts.md",)  # names files and classes of other projects
 
@@ -101,9 +72,15 @@ def dotted_exists(name: str) -> bool:
     return False
 
 
-def names_format(path: str, name: str) -> bool:
-    """Return whether the page of the JSON formats names one that a command prints."""
-    return path == FORMATS and name.removeprefix("kvq.") in project().identifiers
+def dotted_in_page(path: str, name: str) -> bool:
+    """Return whether a dotted name leads somewhere: also a file, and on the page of the JSON
+    formats one that a command prints."""
+    named = path == FORMATS and name.removeprefix("kvq.") in project().identifiers
+    return name.endswith(".py") or dotted_exists(name) or named
+
+
+def imports_exist(module: str, names: str) -> bool:
+    return all(dotted_exists(f"{module}.{name}") for name in names.split(", "))
 
 
 def quoted_exists(name: str) -> bool:
@@ -158,32 +135,19 @@ def stale(path: str, content: str) -> list[str]:
         if path not in OF_OTHERS:
             look(FILE, line, text, lambda m: not file_exists(m[0], path))
             look(QUOTED, line, text, lambda m: not quoted_exists(m[1]))
-        look(
-            DOTTED,
-            line,
-            text,
-            lambda m: not (m[0].endswith(".py") or dotted_exists(m[0]) or names_format(path, m[0])),
-        )
-        look(
-            IMPORT,
-            line,
-            text,
-            lambda m: not all(dotted_exists(f"{m[1]}.{name}") for name in m[2].split(", ")),
-        )
+        look(DOTTED, line, text, lambda m: not dotted_in_page(path, m[0]))
+        look(IMPORT, line, text, lambda m: not imports_exist(m[1], m[2]))
         look(RUN, line, text, lambda m: m[1] not in known.programs)
         look(MAKE, line, text, lambda m: m[1] not in known.targets)
         look(COMMAND, line, text, lambda m: m[1] not in known.commands)
         if path.endswith(".md"):
             look(LINK, line, text, lambda m: not (ROOT / path).parent.joinpath(m[1]).exists())
+
+    def unknown_extra(m: re.Match[str]) -> bool:
+        return m[1] not in (known.distribution, ".") or not set(m[2].split(",")) <= known.extras
+
     if not path.startswith("tests/"):
-        look(
-            EXTRA,
-            1,
-            content,
-            lambda m: (
-                m[1] not in (known.distribution, ".") or not set(m[2].split(",")) <= known.extras
-            ),
-        )
+        look(EXTRA, 1, content, unknown_extra)
     return found
 
 

@@ -1,8 +1,6 @@
 """Types and shapes are checked while the tests run: jaxtyping's import hook puts beartype around
 every function of the packages."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """The rows that run by default: every method has one, and the others run with --exhaustive."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

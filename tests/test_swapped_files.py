@@ -1,7 +1,5 @@
 """A file in the place of another is refused in one line at the command, whatever it holds."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 import shutil

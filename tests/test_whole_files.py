@@ -1,19 +1,12 @@
 """Nothing of ours writes a file in place: after a kill, what stood there stands there still."""
 
-from __future__ import annotations
-
 import ast
 import pathlib
 
 ROOT = pathlib.Path(__file__).parents[1]
 SOURCES = (
-    "kvq_jax",
-    "models/kvq_models",
-    "kvq_tools",
-    "benchmarks",
-    "tools",
-    "pallas_kernels",
-    "cpu_kernels",
+    *("cpu_kernels", "pallas_kernels", "kvq_jax", "models/kvq_models", "kvq_tools"),
+    *("benchmarks", "tools"),
 )
 WRITERS = {"write_text", "write_bytes", "save_file", "savefig"}
 DAMAGING = "benchmarks/faults/"  # writes files as a fault leaves them

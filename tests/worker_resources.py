@@ -5,8 +5,6 @@ A program that one test compiled is read by every later test, file and worker fr
 lives as long as the run.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import os

@@ -1,8 +1,6 @@
 """The project's writers of files, for tests that kill them: each writes a content, 0 or 1, into a
 folder."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json
@@ -55,16 +53,10 @@ def directory(name: str) -> Callable[[pathlib.Path], dict[str, bytes | None]]:
     """Read all files of a directory as one content: they are replaced together."""
 
     def read(folder: pathlib.Path) -> dict[str, bytes | None]:
-        held = sorted((folder / name).rglob("*")) if (folder / name).exists() else None
-        return {
-            name: (
-                None
-                if held is None
-                else b"".join(
-                    path.name.encode() + path.read_bytes() for path in held if path.is_file()
-                )
-            )
-        }
+        if not (folder / name).exists():
+            return {name: None}
+        held = (path for path in sorted((folder / name).rglob("*")) if path.is_file())
+        return {name: b"".join(path.name.encode() + path.read_bytes() for path in held)}
 
     return read
 
@@ -72,10 +64,8 @@ def directory(name: str) -> Callable[[pathlib.Path], dict[str, bytes | None]]:
 def write_cache(folder: pathlib.Path, content: int) -> None:
     cache = kvq.init_cache("kivi:sink=0,recent=8,block=8,group_size=4", DIMS, 1, 16, "float32")
     filled = jax.tree.map(lambda leaf: np.full(leaf.shape, content, leaf.dtype), cache)
-    kvq.files.save(
-        dataclasses.replace(filled, lengths=jnp.array([content], jnp.int32)),
-        folder / "cache.safetensors",
-    )
+    filled = dataclasses.replace(filled, lengths=jnp.array([content], jnp.int32))
+    kvq.files.save(filled, folder / "cache.safetensors")
 
 
 class Words:

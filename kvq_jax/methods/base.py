@@ -78,6 +78,11 @@ def option(
     )
 
 
+def scale_dtype_option(of: str = "scales and zero points") -> Any:
+    """Declare the dtype of what a method stores beside its codes."""
+    return option("float16", f"dtype of {of}", choices=("float16", "bfloat16", "float32"))
+
+
 def shared_option(help: str, *, wrap: Callable[[Codec, Any], Codec]) -> dict[str, Any]:
     """Return the metadata of an option of every method that does not decline it.
 

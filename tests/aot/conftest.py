@@ -1,7 +1,5 @@
 """Tests that compile for GPUs. They read its output, so nothing may come from a cache."""
 
-from __future__ import annotations
-
 import pathlib
 from collections.abc import Iterator
 

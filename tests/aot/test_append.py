@@ -2,8 +2,6 @@
 place, and spills few registers.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import pytest

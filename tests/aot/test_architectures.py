@@ -2,8 +2,6 @@
 schedule assumes.
 """
 
-from __future__ import annotations
-
 import types
 
 import jax

@@ -2,8 +2,6 @@
 that nothing as large as a cache is moved.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import re

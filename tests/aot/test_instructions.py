@@ -2,8 +2,6 @@
 spills.
 """
 
-from __future__ import annotations
-
 import json
 import pathlib
 import re

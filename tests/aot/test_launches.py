@@ -2,8 +2,6 @@
 a graph could not capture.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.machine_code.launches import limit_us, measure, over_limit

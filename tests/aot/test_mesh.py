@@ -2,8 +2,6 @@
 runs kernels, and nothing is gathered.
 """
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,8 +1,6 @@
 """Decode attention on Mosaic GPU compiles without a GPU and keeps its limits: instructions, spills,
 registers, waiting loads. Its committed counts do too."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import pathlib

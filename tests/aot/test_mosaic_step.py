@@ -1,8 +1,6 @@
 """The kernels of a step beside attention compile on Mosaic GPU without a GPU, update caches in
 place, and keep their limits."""
 
-from __future__ import annotations
-
 import itertools
 import pathlib
 import subprocess

@@ -2,8 +2,6 @@
 on their instructions.
 """
 
-from __future__ import annotations
-
 import re
 
 import jax

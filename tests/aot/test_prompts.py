@@ -1,7 +1,5 @@
 """A prompt on a GPU launches few kernels, in an empty cache and behind older tokens."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.machine_code.prompts import measure

@@ -2,8 +2,6 @@
 of a call.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

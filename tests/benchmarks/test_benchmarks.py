@@ -1,7 +1,5 @@
 """Committed pages are those of committed results, of clean commits and of commands that exist."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

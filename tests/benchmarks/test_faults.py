@@ -1,7 +1,5 @@
 """A few faults of each kind: kvq gives no wrong answer, and the harness would see one."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import pathlib

@@ -1,7 +1,5 @@
 """What `python -m benchmarks.hosts` counts, and what it says of hosts that are not there."""
 
-from __future__ import annotations
-
 import dataclasses
 import pathlib
 

@@ -1,7 +1,5 @@
 """Committed counts of what a decode step launches on a GPU."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 

@@ -1,8 +1,6 @@
 """Machine code is read correctly: loops, classes of instructions, waiting loads, spills, and the
 shortest way through a kernel without a loop. Needs only listings."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

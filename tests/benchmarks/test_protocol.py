@@ -1,7 +1,5 @@
 """The protocol: equal windows, windows of a text, intervals, digits that recompute."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -1,7 +1,5 @@
 """The README's table of caches: its numbers by hand, from windows that calibration has not seen."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

@@ -1,8 +1,6 @@
 """The benchmark of whole requests: its order, a run that goes on, what is left out, and the page.
 Other people's libraries are not run here."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import pathlib

@@ -1,7 +1,5 @@
 """The sequences that fit are those that a budget finds, and the page has the committed numbers."""
 
-from __future__ import annotations
-
 import pathlib
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The layouts of bodies that the C++ kernel is tested with, and their random inputs."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """The C++ kernel by itself: every layout of words against attention by its definition."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,8 +1,6 @@
 """The C++ kernel of prompts: attention by its definition, whatever nobody sees, and the rows beside
 a row."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

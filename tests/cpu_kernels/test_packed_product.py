@@ -1,8 +1,6 @@
 """The C++ product with packed weights: the definition, the rows beside a row, and arrays that do
 not fit."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """The C++ kernel refuses arrays that do not fit the description of their body."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

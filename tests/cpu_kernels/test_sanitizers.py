@@ -2,8 +2,7 @@
 ThreadSanitizer, in programs without XLA or Python.
 """
 
-from __future__ import annotations
-
+import functools
 import pathlib
 import platform
 import shutil
@@ -56,6 +55,7 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], pathlib.P
             check=True,
         )
 
+    @functools.cache
     def linked(name: str) -> pathlib.Path:
         source, program = pathlib.Path(__file__).with_name(f"{name}.cc"), folder / name
         # a plain loop over all entries takes most of the time
@@ -66,37 +66,26 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], pathlib.P
     return linked
 
 
-@pytest.fixture(scope="module")
-def driver(build: Callable[[str], pathlib.Path]) -> pathlib.Path:
-    return build("driver")
-
-
-def test_no_layout_is_read_outside_its_arrays_and_all_kernels_agree(driver: pathlib.Path):
-    done = subprocess.run([driver], capture_output=True, text=True, check=False)
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("driver", "376 layouts"),
+        ("prompt_driver", "120 prompts"),
+        ("weights_driver", "312 products"),
+    ],
+)
+def test_nothing_is_read_outside_its_arrays_and_all_kernels_agree(
+    build: Callable[[str], pathlib.Path], name: str, read: str
+):
+    done = subprocess.run([build(name)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{done.stdout[-2000:]}{done.stderr[-4000:]}"
-    assert done.stdout.splitlines()[-1].startswith("376 layouts")
+    assert done.stdout.splitlines()[-1].startswith(read)
 
 
-def test_the_sanitizer_finds_one_entry_too_many(driver: pathlib.Path):
-    done = subprocess.run([driver, "overrun"], capture_output=True, text=True, check=False)
+def test_the_sanitizer_finds_one_entry_too_many(build: Callable[[str], pathlib.Path]):
+    done = subprocess.run([build("driver"), "overrun"], capture_output=True, text=True, check=False)
     assert done.returncode != 0
     assert "heap-buffer-overflow" in done.stderr
-
-
-def test_no_prompt_is_read_outside_its_arrays_and_all_kernels_agree(
-    build: Callable[[str], pathlib.Path],
-):
-    done = subprocess.run([build("prompt_driver")], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{done.stdout[-2000:]}{done.stderr[-4000:]}"
-    assert done.stdout.splitlines()[-1].startswith("120 prompts")
-
-
-def test_no_weights_are_read_outside_their_arrays_and_all_kernels_agree(
-    build: Callable[[str], pathlib.Path],
-):
-    done = subprocess.run([build("weights_driver")], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{done.stdout[-2000:]}{done.stderr[-4000:]}"
-    assert done.stdout.splitlines()[-1].startswith("312 products")
 
 
 def test_tasks_of_many_calls_run_once_without_a_race(tmp_path: pathlib.Path):

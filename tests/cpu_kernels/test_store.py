@@ -1,7 +1,5 @@
 """Blocks written in place by the C++ kernel, against NumPy."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """The C++ kernel in several threads, and in a forked process."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import os
 import subprocess

@@ -1,8 +1,6 @@
 """The C++ decode kernel with lower limits, bodies that are rings, soft caps and other scales: every
 layout against attention by its definition."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import jax

@@ -1,7 +1,5 @@
 """Layers of Flax Linen with a quantized cache, under `nn.scan`, beside Linen's own cache."""
 
-from __future__ import annotations
-
 import re
 import textwrap
 from typing import Any

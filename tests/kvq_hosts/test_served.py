@@ -1,7 +1,5 @@
 """Methods that read more than an adapter gives are refused when the cache is made."""
 
-from __future__ import annotations
-
 import pytest
 
 import kvq_jax as kvq

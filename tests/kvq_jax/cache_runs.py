@@ -1,8 +1,6 @@
 """Whole caches for the tests of cache algebra and of files: two layers, the second kept exact or
 coded as the spec says."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from unittest import mock

@@ -1,7 +1,5 @@
 """Origins of rows for codecs that do not ask where tokens stand."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

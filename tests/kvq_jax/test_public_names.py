@@ -1,8 +1,6 @@
 """The public names: groups, old names that warn, specs as Python calls, methods of other
 packages."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import pathlib

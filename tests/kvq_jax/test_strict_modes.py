@@ -1,8 +1,6 @@
 """A user's settings of JAX change nothing: 64-bit types, strict promotion, checks for NaN and for
 leaked tracers."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -1,8 +1,6 @@
 """Layers with sliding windows for tests: sequences with sinks, layers whose body wraps around, and
 the codes that such a body still holds."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any

@@ -1,7 +1,5 @@
 """A small calibration, for the tests of its making and of its file."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -5,8 +5,6 @@ A fresh model has zero biases and unit norms, so a loader that forgets them stil
 weight is random.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json
@@ -23,6 +21,10 @@ from kvq_models.llama.model import Llama, abstract_llama
 
 PROMPT = (  # of which the tokenizer of `model` knows the words
     "the key of the cat is seven, and the key of the dog is"
+)
+CHAT_TEMPLATE = (  # strips messages, as Llama 3's does
+    "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}|{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 STORIES = pathlib.Path(__file__).parents[2] / "../shared/data/models/stories260K-hf"
 
@@ -263,6 +265,20 @@ def tiny_config(model_type: str = "llama", **fields: Any) -> LlamaConfig:
     """`SIZES` as a `LlamaConfig`, with fields of config.json changed."""
     implied = {"qwen3": {"head_dim": 16}, "mistral": {"sliding_window": None}}.get(model_type, {})
     return LlamaConfig.from_hf(SIZES | {"model_type": model_type} | implied | fields)
+
+
+def save_with_tokenizer(directory: pathlib.Path, text: str, **fields: Any) -> pathlib.Path:
+    """Save a random one-layer model, with a tokenizer that is trained on a text and the text itself
+    in `text.txt`. Returns the directory."""
+    from kvq_models import save_llama
+    from laboratory.embedded_model.tokenizer import save_tokenizer, train_tokenizer
+
+    sizes = {"vocab_size": 300, "num_hidden_layers": 1, "max_position_embeddings": 256} | fields
+    save_llama(random_llama(tiny_config(**sizes)), directory)
+    length = sizes["max_position_embeddings"]
+    save_tokenizer(train_tokenizer([text], sizes["vocab_size"]), directory, length)
+    (directory / "text.txt").write_text(text, encoding="utf-8")
+    return directory
 
 
 def random_tokens(shape: tuple[int, int], *, seed: int = 0) -> jax.Array:

@@ -1,7 +1,5 @@
 """GGUF files for tests, written with the gguf library as llama.cpp's converter writes them."""
 
-from __future__ import annotations
-
 import functools
 import pathlib
 import re

@@ -1,8 +1,6 @@
 """A package index on this machine, for tests: one project with one wheel, and ways to serve it
 badly."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import dataclasses

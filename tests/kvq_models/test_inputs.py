@@ -1,8 +1,6 @@
 """Arguments are checked as they are: nothing wraps, is truncated or is converted to another
 type."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -1,7 +1,5 @@
 """docs/models.md names every family that loads."""
 
-from __future__ import annotations
-
 import pathlib
 import re
 

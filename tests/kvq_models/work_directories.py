@@ -1,8 +1,6 @@
 """A calibration without a model, for tests of its files: samples are numbers in place of
 activations, and a fit is their sum."""
 
-from __future__ import annotations
-
 import pathlib
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Messages that spell special tokens stay text, in every command and in the server."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 

@@ -4,8 +4,6 @@ tests/test_multi_device.py runs them in one of its own.
 XLA_FLAGS=--xla_force_host_platform_device_count=8 pytest tests/multi_device
 """
 
-from __future__ import annotations
-
 import os
 
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):

@@ -1,11 +1,10 @@
 """What the tests of placements share: the placements of a method, layers run on them and on one
 device, and what compilers made."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
+import operator
 import re
 from collections.abc import Callable
 from typing import Any
@@ -26,20 +25,6 @@ CAPACITY = 90
 BATCH = 2
 PROMPTS = np.array([60, 23], np.int32)
 STEPS = 12
-WIDTHS = {
-    "f32": 4,
-    "s32": 4,
-    "u32": 4,
-    "s64": 8,
-    "u64": 8,
-    "pred": 1,
-    "bf16": 2,
-    "f16": 2,
-    "u16": 2,
-    "s16": 2,
-    "s8": 1,
-    "u8": 1,
-}
 
 KIVI = "k=kivi+v=int4:group_size=32+cache:recent=12,block=16"
 INNERQ = "k=innerq+v=mxfp4+cache:sink=4,recent=8,block=16"
@@ -71,13 +56,8 @@ USUAL = (
     *(KIVI, INNERQ, CROSS_LAYER),
     *(spec for spec in SPECS if any(name in spec for name in ("kvquant", "zipcache", "squat"))),
 )
-PRODUCTS = (
-    "xquant",
-    "squat",
-    "rotate",
-    "kvarn",
-    "block_gtq",
-)  # where a matrix product makes what is stored
+# where a matrix product makes what is stored
+PRODUCTS = ("xquant", "squat", "rotate", "kvarn", "block_gtq")
 
 
 def specs() -> pytest.MarkDecorator:
@@ -99,11 +79,8 @@ def as_far_as_allowed(spec: str) -> str:
     if any(name in spec for name in PRODUCTS):
         return "tokens=4"
     plans = kvq.cache.layout(spec, dims_of(spec), BATCH, CAPACITY, "float32").plans
-    return (
-        "rows=2,tokens=4"
-        if any(unsplittable(plan, 2) for plan in plans)
-        else "rows=2,heads=2,tokens=2"
-    )
+    whole_heads = any(unsplittable(plan, 2) for plan in plans)
+    return "rows=2,tokens=4" if whole_heads else "rows=2,heads=2,tokens=2"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,23 +104,12 @@ def step_of_layers(implementation: Any) -> Callable[..., Any]:
     ) -> tuple[jax.Array, kvq.cache.Cache]:
         tokens = inputs.positions.shape[1]
         lengths = jnp.sum(inputs.valid, axis=1, dtype=jnp.int32)
-        begun = kvq.begin(
-            cache,
-            tokens,
-            lengths,
-            prefill=prefill,
-            parameters=parameters,
-            implementation=implementation,
-        )
+        options = dict(prefill=prefill, parameters=parameters, implementation=implementation)
+        begun = kvq.begin(cache, tokens, lengths, **options)
+        rows = {name: getattr(inputs, name) for name in ("q_pre", "k_pre", "x", "rope")}
+        rows["residual"] = inputs.x
         outputs = []
         for _ in cache.layers:
-            rows = dict(
-                q_pre=inputs.q_pre,
-                k_pre=inputs.k_pre,
-                x=inputs.x,
-                residual=inputs.x,
-                rope=inputs.rope,
-            )
             out, begun = kvq.append_and_attend(begun, inputs.q_rot, inputs.k_rot, inputs.v, **rows)
             outputs.append(out)
         return jnp.stack(outputs), kvq.finish(begun)
@@ -194,12 +160,8 @@ def texts(head_dim: int, more: int = 0) -> Sequences:
 
 
 def parameters_for(spec: str, head_dim: int = 32) -> tuple[Any, ...]:
-    return tuple(
-        parameters_of(plan)
-        for plan in kvq.cache.layout(
-            spec, dims_of(spec, head_dim), BATCH, CAPACITY, "float32"
-        ).plans
-    )
+    layout = kvq.cache.layout(spec, dims_of(spec, head_dim), BATCH, CAPACITY, "float32")
+    return tuple(map(parameters_of, layout.plans))
 
 
 @functools.cache
@@ -259,14 +221,14 @@ def collectives(compiled: Any) -> list[tuple[int, str]]:
             line,
         )
         if match:
-            shapes = re.findall(r"(\w+)\[([\d,]*)\]", match[1])
-            found.append(
-                (
-                    max(
-                        math.prod(int(d) for d in shape.split(",") if d) * WIDTHS[dtype]
-                        for dtype, shape in shapes
-                    ),
-                    match[2],
-                )
-            )
+            shapes = re.findall(r"[a-z]+(\d*)\[([\d,]*)\]", match[1])  # pred[2] has no bits
+            sizes = (math.prod(map(int, shape.split(","))) if shape else 1 for _, shape in shapes)
+            widths = (int(bits or 8) // 8 for bits, _ in shapes)
+            found.append((max(map(operator.mul, sizes, widths)), match[2]))
     return found
+
+
+def bytes_on(device: jax.Device, tree: Any) -> int:
+    """Return the bytes that a device holds of the arrays of a tree."""
+    shards = (s for leaf in jax.tree.leaves(tree) for s in leaf.addressable_shards)
+    return sum(s.data.nbytes for s in shards if s.device == device)

@@ -1,8 +1,6 @@
 """`kvq generate`, `eval` and `chat` with --mesh: the results of one device, and one line for a mesh
 that cannot be."""
 
-from __future__ import annotations
-
 import io
 import json
 
@@ -12,14 +10,11 @@ import pytest
 import kvq_jax as kvq
 from kvq_models.llama.checkpoint import read_config
 from kvq_tools.cli.mesh import placement_of
+from tests.kvq_models.checkpoints import CHAT_TEMPLATE
 
 SPEC = "kivi:recent=8,block=16"
 SHARED = ("--capacity=128", "--max-new-tokens=6")  # requests of the same sizes share their programs
 TEXT = "the key of the cat is seven, and the key of the dog is four. " * 4
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}|{% endfor %}{% if add_generation_prompt"
-    " %}<assistant>{% endif %}"
-)
 
 
 def test_generate_writes_the_text_of_one_device(run_json, run, model, caplog):
@@ -52,16 +47,8 @@ def test_one_device_is_no_mesh(model):
 
 def test_eval_measures_what_one_device_measures(run_json, model, tmp_path):
     (tmp_path / "text").write_text(TEXT)
-    request = (
-        "eval",
-        model,
-        "--text",
-        tmp_path / "text",
-        f"--cache={SPEC}",
-        "--window=48",
-        "--batch=2",
-    )
-    one, split = run_json(*request), run_json(*request, "--mesh", "rows=2,heads=2,tokens=2")
+    command = f"eval {model} --text {tmp_path / 'text'} --cache={SPEC} --window=48 --batch=2"
+    one, split = run_json(command), run_json(f"{command} --mesh rows=2,heads=2,tokens=2")
     (before,), (after,) = one["caches"], split["caches"]
     assert before["kl"] > 1e-5, "a cache that changes nothing would pass"
     for key in ("perplexity", "kl", "agreement"):
@@ -70,7 +57,7 @@ def test_eval_measures_what_one_device_measures(run_json, model, tmp_path):
 
 def test_chat_answers_as_on_one_device(run_json, model, monkeypatch):
     file = model / "tokenizer_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": TEMPLATE}))
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": CHAT_TEMPLATE}))
     answers = []
     for mesh in ((), ("--mesh", "auto")):
         monkeypatch.setattr("sys.stdin", io.StringIO(TEXT[:60] + "\n"))

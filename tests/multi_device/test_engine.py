@@ -1,8 +1,6 @@
 """Slots on a mesh: requests that come and go get the tokens of one device, from programs that are
 compiled once."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 
 import jax
@@ -19,14 +17,9 @@ MESH = "heads=2,tokens=2"
 
 
 def engine_of(mesh: str, **options) -> Engine:
-    given = {
-        "slots": 2,
-        "capacity": CAPACITY,
-        "widths": (16, 48),
-        "dtype": "float32",
-        "placement": parse(mesh) if mesh else None,
-    }
-    return Engine(model(mesh), SPEC, **given | options)
+    sizes = {"slots": 2, "capacity": CAPACITY, "widths": (16, 48), "dtype": "float32"}
+    placement = parse(mesh) if mesh else None
+    return Engine(model(mesh), SPEC, **sizes, placement=placement, **options)
 
 
 def answers(engine: Engine) -> list[list[int]]:

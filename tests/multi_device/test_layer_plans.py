@@ -1,7 +1,5 @@
 """The cache of one layer on a mesh: placed by a plan, or split by a host's own shard_map."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax
@@ -35,10 +33,20 @@ def prompt_and_token(plan: kvq.cache.CachePlan, cache: Any, prompt: Any, token: 
     return jnp.concatenate([first[:, -1:], second], axis=1), cache
 
 
+def both(sharding: NamedSharding | None = None) -> Any:
+    """Return the arrays of the prompt and of the token."""
+    return jax.device_put([arrays(slice(0, 60)), arrays(slice(60, 61))], sharding)
+
+
+def mesh_of(kind: AxisType, *names: str) -> Any:
+    shape, devices = (2, 2), jax.devices()[:4]
+    return jax.make_mesh(shape, names or ("data", "kv"), (kind,) * 2, devices=devices)
+
+
 @pytest.fixture(scope="module")
 def of_one_device() -> np.ndarray:
     plan = plan_of()
-    out, _ = prompt_and_token(plan, plan.init(2), arrays(slice(0, 60)), arrays(slice(60, 61)))
+    out, _ = prompt_and_token(plan, plan.init(2), *both())
     return np.asarray(out)
 
 
@@ -49,11 +57,9 @@ def check(out: Any, expected: np.ndarray) -> None:
 
 @pytest.mark.parametrize("kind", ["Explicit", "Auto"])
 def test_a_placed_layer_is_the_layer_of_one_device(kind: str, of_one_device: np.ndarray):
-    types = (getattr(AxisType, kind),) * 2
-    mesh = jax.make_mesh((2, 2), ("kv", "body"), axis_types=types, devices=jax.devices()[:4])
+    mesh = mesh_of(getattr(AxisType, kind), "kv", "body")
     plan = plan_of(placement=kvq.Placement(mesh, heads="kv", tokens="body"))
-    given = [arrays(slice(0, 60)), arrays(slice(60, 61))]
-    given = jax.device_put(given, NamedSharding(mesh, P(None, None, "kv")))
+    given = both(NamedSharding(mesh, P(None, None, "kv")))
     with jax.set_mesh(mesh):
         run = jax.jit(lambda cache, *given: prompt_and_token(plan, cache, *given))
         out, cache = run(plan.init(2), *given)
@@ -63,14 +69,9 @@ def test_a_placed_layer_is_the_layer_of_one_device(kind: str, of_one_device: np.
         plan.read(cache)
 
 
-def mesh_of(kind: AxisType) -> Any:
-    return jax.make_mesh((2, 2), ("data", "kv"), (kind,) * 2, devices=jax.devices()[:4])
-
-
 def test_arrays_on_a_mesh_with_automatic_axes_need_no_placement(of_one_device: np.ndarray):
     plan, mesh = plan_of(), mesh_of(AxisType.Auto)
-    given = [arrays(slice(0, 60)), arrays(slice(60, 61))]
-    given = jax.device_put(given, NamedSharding(mesh, P("data", None, "kv")))
+    given = both(NamedSharding(mesh, P("data", None, "kv")))
     with jax.set_mesh(mesh):
         run = jax.jit(lambda *given: prompt_and_token(plan, plan.init(2), *given)[0])
         check(run(*given), of_one_device)
@@ -82,10 +83,8 @@ def test_arrays_that_explicit_axes_split_need_a_placement():
     split = NamedSharding(mesh, P("data", None, "kv"))
     q, k, v = jax.device_put(arrays(slice(60, 61)), split)
     heads_first = [jnp.swapaxes(a, 1, 2) for a in (q, k, v)]
-    refused = pytest.raises(
-        ValueError,
-        match=r"^q is split over \['data', 'kv'\] .*: give layer_plan or init_cache",
-    )
+    told = r"^q is split over \['data', 'kv'\] .*: give layer_plan or init_cache"
+    refused = pytest.raises(ValueError, match=told)
     with refused:
         plan.attend(plan.init(2), q, k, v, prefill=True)
     with jax.set_mesh(mesh), refused:
@@ -98,9 +97,7 @@ def test_arrays_that_explicit_axes_split_need_a_placement():
 def test_rows_on_an_explicit_mesh_are_sent_through_a_cache_and_back(split: P):
     k, v = arrays(slice(0, 60))[1:]
     expected = kvq.roundtrip(SPEC, k, v, layout="BTNH")
-    mesh = jax.make_mesh(
-        (2, 2), ("data", "kv"), (AxisType.Explicit,) * 2, devices=jax.devices()[:4]
-    )
+    mesh = mesh_of(AxisType.Explicit)
     with jax.set_mesh(mesh):
         placed = jax.device_put((k, v), NamedSharding(mesh, split))
         run = jax.jit(lambda k, v: kvq.roundtrip(SPEC, k, v, layout="BTNH"))
@@ -121,8 +118,7 @@ def test_a_hosts_shard_map_takes_a_plan_of_its_own_heads(kind: str, of_one_devic
 
     split = P(None, None, "kv")
     mapped = jax.shard_map(local, mesh=mesh, in_specs=split, out_specs=split, check_vma=False)
-    given = [arrays(slice(0, 60)), arrays(slice(60, 61))]
-    given = jax.device_put(given, NamedSharding(mesh, split))
+    given = both(NamedSharding(mesh, split))
     with jax.set_mesh(mesh):
         check(jax.jit(mapped)(*given), of_one_device)
         checked = jax.shard_map(local, mesh=mesh, in_specs=split, out_specs=split)

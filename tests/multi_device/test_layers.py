@@ -1,8 +1,6 @@
 """Layers of every method on a mesh: the same cache bit for bit, the same attention to rounding, and
 nothing of a cache's size moves."""
 
-from __future__ import annotations
-
 import math
 import pathlib
 import re
@@ -26,6 +24,7 @@ from tests.multi_device.placed_runs import (
     KIVI,
     SPECS,
     as_far_as_allowed,
+    bytes_on,
     collectives,
     differing,
     dims_of,
@@ -139,22 +138,13 @@ def test_shards_speak_of_one_token_at_any_capacity_and_only_where_tokens_are_spl
 def test_each_device_holds_its_share_and_a_donated_cache_is_updated_in_place(spec: str):
     placed = on(spec, as_far_as_allowed(spec))
     cache = placed.cache
-    share = (
-        cache.placement.shard_nbytes([layer for layer in cache.axes.layers]) + cache.lengths.nbytes
-    )
+    share = cache.placement.shard_nbytes(cache.axes.layers) + cache.lengths.nbytes
     for device in cache.placement.mesh.devices.flat:
-        held = sum(
-            s.data.nbytes
-            for leaf in jax.tree.leaves(cache)
-            for s in leaf.addressable_shards
-            if s.device == device
-        )
+        held = bytes_on(device, cache)
         assert held == share, f"{device} holds {held} bytes, the layout says {share}"
     assert placed.step.memory_analysis().alias_size_in_bytes >= 0.99 * share
     whole = kvq.cache.layout(spec, cache.dims, BATCH, CAPACITY, "float32")
-    bodies, dealt = (
-        [layer.body for layer in layers] for layers in (whole.layers, cache.axes.layers)
-    )
+    bodies, dealt = ([layer.body for layer in one.layers] for one in (whole, cache.axes))
     assert cache.placement.shard_nbytes(dealt) <= 0.5 * kvq.size.nbytes(bodies), "nothing is split"
 
 
@@ -186,33 +176,25 @@ def test_rows_are_selected_repeated_and_merged_across_devices():
     ):
         found = operation(placed)
         assert not differing(operation(one), kvq.rows.move(found, None))
-        assert (
-            found.layers[0].ring[0].sharding.is_equivalent_to(placed.layers[0].ring[0].sharding, 4)
-        )
-    assert differing(one, kvq.rows.move(kvq.rows.select(placed, [1, 0]), None)), (
-        "the order of rows would not be seen"
-    )
+        split, before = (cache.layers[0].ring[0].sharding for cache in (found, placed))
+        assert split.is_equivalent_to(before, 4)
+    turned = kvq.rows.move(kvq.rows.select(placed, [1, 0]), None)
+    assert differing(one, turned), "the order of rows would not be seen"
 
 
 def test_a_file_is_loaded_under_another_placement(tmp_path: pathlib.Path):
-    one, placed = (
-        on_one_device(INNERQ).cache,
-        kvq.rows.move(on_one_device(INNERQ).cache, parse("heads=2,tokens=3")),
-    )
+    one = on_one_device(INNERQ).cache
+    placed = kvq.rows.move(one, parse("heads=2,tokens=3"))
     for cache, name in ((one, "one"), (placed, "placed")):
         kvq.files.save(cache, tmp_path / name)
     assert (tmp_path / "one").read_bytes() == (tmp_path / "placed").read_bytes()
     assert not differing(one, kvq.files.load(tmp_path / "placed"))
     for mesh in ("tokens=4", "rows=2"):
         loaded = kvq.files.load(tmp_path / "placed", placement=parse(mesh))
-        assert not differing(kvq.rows.move(one, parse(mesh)), loaded)
-        assert (
-            loaded.layers[0]
-            .body[0]
-            .scale.sharding.is_equivalent_to(
-                kvq.rows.move(one, parse(mesh)).layers[0].body[0].scale.sharding, 4
-            )
-        )
+        moved = kvq.rows.move(one, parse(mesh))
+        assert not differing(moved, loaded)
+        split, wanted = (cache.layers[0].body[0].scale.sharding for cache in (loaded, moved))
+        assert split.is_equivalent_to(wanted, 4)
 
 
 def test_the_native_kernel_reads_each_shards_part():
@@ -246,11 +228,8 @@ def test_gpu_kernels_read_and_write_each_shards_part(spec: str):
 
 
 def test_gpu_kernels_on_shards_are_lowered_for_cuda():
-    gpus = jax.sharding.AbstractMesh(
-        (2, 2),
-        ("heads", "tokens"),
-        abstract_device=jax.sharding.AbstractDevice("NVIDIA H200", None, "gpu"),
-    )
+    device = jax.sharding.AbstractDevice("NVIDIA H200", None, "gpu")
+    gpus = jax.sharding.AbstractMesh((2, 2), ("heads", "tokens"), abstract_device=device)
     placement = kvq.Placement(gpus, heads="heads", tokens="tokens")
     cache = kvq.cache.layout(
         "kivi:recent=32,block=32", dims_of(KIVI, head_dim=64), BATCH, 160, "float32", placement
@@ -275,10 +254,8 @@ def test_an_explicit_mesh_may_split_new_tokens_in_any_way(names: str, split: tup
     explicit = jax.make_mesh((2, 2), tuple(names), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
     mesh = jax.make_mesh((2, 2), ("x", "y"))
     placement = kvq.Placement(mesh, rows="x", heads="y")
-    arrays = [
-        jax.random.normal(jax.random.key(i), (2, heads, 100, 32))
-        for i, heads in enumerate((4, 2, 2))
-    ]
+    shapes = ((2, heads, 100, 32) for heads in (4, 2, 2))
+    arrays = [jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes)]
     lengths = jnp.array([100, 80], jnp.int32)
 
     def step(cache, q, k, v):
@@ -290,9 +267,7 @@ def test_an_explicit_mesh_may_split_new_tokens_in_any_way(names: str, split: tup
         return kvq.init_cache("kivi:bits=4,recent=32", dims, 2, 128, "float32", placement=placement)
 
     wanted, alone = step(new(), *arrays)
-    placed = [
-        jax.device_put(a, jax.sharding.NamedSharding(explicit, jax.P(*split))) for a in arrays
-    ]
+    placed = jax.device_put(arrays, jax.sharding.NamedSharding(explicit, jax.P(*split)))
     with jax.set_mesh(explicit):
         for take in (jax.jit(step), step):
             out, cache = take(new(placement), *placed)

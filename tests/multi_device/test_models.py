@@ -1,8 +1,6 @@
 """A whole model and its cache on a mesh: the tokens of one device, whatever kind of mesh is in
 context."""
 
-from __future__ import annotations
-
 import json
 import os
 import pathlib
@@ -39,7 +37,7 @@ from kvq_tools.cli.memory_mesh import collectives as collectives_of_a_step
 from kvq_tools.cli.memory_mesh import share
 from tests.compile_options import QUICK_FLAGS
 from tests.kvq_models.checkpoints import random_llama, tiny_config
-from tests.multi_device.placed_runs import collectives, differing, standing
+from tests.multi_device.placed_runs import bytes_on, collectives, differing, standing
 from tests.multi_device.tiny_model import (
     CAPACITY,
     CONFIG,
@@ -73,26 +71,17 @@ def test_a_mesh_in_context_changes_nothing(kind: str):
     product."""
     types = (getattr(jax.sharding.AxisType, kind),) * 2
     mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=types)
-    llama, placement = (
-        shard_llama(random_llama(CONFIG), mesh),
-        kvq.Placement(mesh, heads="x", tokens="y"),
-    )
+    llama, placement = shard_llama(model(), mesh), kvq.Placement(mesh, heads="x", tokens="y")
     tokens = jax.device_put(TOKENS, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
-    expected, written = (
-        two_parts(model(), cache_of(), TOKENS),
-        text_of_one_device(),
-    )  # before the mesh is in context
+    # before the mesh is in context
+    expected, written = two_parts(model(), cache_of(), TOKENS), text_of_one_device()
     with jax.set_mesh(mesh):
         if kind == "Explicit":
             check_text(llama, placement, tokens, written)
         cache = kvq.init_cache(SPEC, CONFIG, 2, CAPACITY, "float32", placement=placement)
         logits = two_parts(llama, cache, tokens)
-    for part in range(2):
-        assert (
-            np.abs(logits[part] - expected[part]).max()
-            < 1e-4
-            < np.abs(logits[part][::-1] - expected[part]).max()
-        )
+    for part, wanted in zip(logits, expected, strict=True):
+        assert np.abs(part - wanted).max() < 1e-4 < np.abs(part[::-1] - wanted).max()
 
 
 def test_rows_apart_are_the_rows_alone():
@@ -105,9 +94,7 @@ def test_rows_apart_are_the_rows_alone():
         then, alone = step(model(), alone, token[row : row + 1])
         assert np.array_equal(first[0], logits[row])
         assert np.array_equal(then[0], after[row])
-        assert not differing(
-            alone, kvq.rows.move(kvq.rows.select(kvq.rows.move(both, None), [row]), None)
-        )
+        assert not differing(alone, kvq.rows.select(kvq.rows.move(both, None), [row]))
     assert not np.array_equal(after[0], after[1])
 
 
@@ -176,23 +163,15 @@ def test_a_checkpoint_is_read_part_by_part(tmp_path: pathlib.Path, monkeypatch: 
         sizes = [int(np.prod(shape)) for shape in read[weight.name]]
         assert sum(sizes) == np.prod(weight.hf_shape), f"{weight.name}: read {sizes}"
         assert len(sizes) == (8 if len(weight.hf_shape) == 2 else 1), f"{weight.name}: read {sizes}"
-    for ours, other in zip(
-        jax.tree.leaves(loaded), jax.tree.leaves(model("heads=2,tokens=4")), strict=True
-    ):
+    both = map(jax.tree.leaves, (loaded, model("heads=2,tokens=4")))
+    for ours, other in zip(*both, strict=True):
         assert ours.sharding.is_equivalent_to(other.sharding, ours.ndim)
 
 
 @pytest.mark.parametrize("mesh", ["heads=2,tokens=4", "rows=2,heads=2"])
 def test_the_plan_of_memory_counts_what_devices_hold(mesh: str):
     planned = share(kvq.parse(SPEC), CONFIG, 2, CAPACITY, "float32", parse(mesh), DEVICES["h200"])
-    held = [0, 0]
-    for tree, at in ((model(mesh), 0), (cache_of(mesh), 1)):
-        held[at] = sum(
-            s.data.nbytes
-            for leaf in jax.tree.leaves(tree)
-            for s in leaf.addressable_shards
-            if s.device == jax.devices()[1]
-        )
+    held = [bytes_on(jax.devices()[1], tree) for tree in (model(mesh), cache_of(mesh))]
     assert held == [planned.weight_bytes, planned.body_bytes + planned.window_bytes]
     assert planned.total_bytes == sum(held)
     assert planned.body_bytes < kvq.size.nbytes([layer.body for layer in cache_of().layers]) / 2
@@ -235,21 +214,15 @@ def test_two_processes_write_the_text_of_one_and_end_together(tmp_path: pathlib.
         json.loads(lines.splitlines()[-1]) for lines in (printed, other)
     )  # below what gloo says
     for process in (found, second):
-        assert process["held"] / 1.05 < process["read"] <= 1.05 * process["held"], (
-            "bytes of the checkpoint"
-        )
+        assert process["read"] == pytest.approx(process["held"], rel=0.05), "bytes of the file"
     assert found["held"] < 0.6 * kvq.size.nbytes(model()), "each process holds all weights"
     assert found["written"] == found["streamed"] == text_of_one_device().tolist()
     expected = kvq.rows.trim(kvq.files.load(tmp_path / "cache"), np.array([40, 40]))
     trimmed = kvq.files.load(tmp_path / "trimmed")
     assert not differing(standing(expected), standing(trimmed))
-    assert differing(expected, kvq.files.load(tmp_path / "cache")), (
-        "a cache that was not trimmed would pass"
-    )
-    prepared = [
-        float(np.abs(leaf).sum())
-        for leaf in jax.tree.leaves(prepare(model(), "xquant").cache_parameters)
-    ]
+    assert differing(expected, kvq.files.load(tmp_path / "cache")), "nothing was trimmed"
+    parameters = jax.tree.leaves(prepare(model(), "xquant").cache_parameters)
+    prepared = [float(np.abs(leaf).sum()) for leaf in parameters]
     assert found["prepared"] == pytest.approx(prepared, rel=1e-4)
 
 

@@ -1,7 +1,5 @@
 """The rule that picks a mesh for a cache, and meshes that are refused, each in one line."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,8 +1,6 @@
 """A cache with a windowed layer on a mesh: the same cache bit for bit, the same attention to
 rounding. The windowed body is whole on every shard of tokens."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """A tiny model, its cache and its text, on one device or on a mesh."""
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np

@@ -5,8 +5,6 @@ refuses them by itself.)
     pytest -p tests.pallas_kernels.bounds tests/pallas_kernels       fails each test that does so
 """
 
-from __future__ import annotations
-
 import contextlib
 import types
 from collections.abc import Iterator, Sequence

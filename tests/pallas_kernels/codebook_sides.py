@@ -1,7 +1,5 @@
 """Sides with tables, outliers and keys before RoPE."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence

@@ -1,8 +1,6 @@
 """The functions that make stored arrays, compiled whole: one by one, each of their operations would
 be compiled for every shape."""
 
-from __future__ import annotations
-
 import jax
 
 from kvq_jax.arrays import grouped_array, packing, polar_array

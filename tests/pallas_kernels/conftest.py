@@ -1,7 +1,5 @@
 """Fixtures of the kernels' tests."""
 
-from __future__ import annotations
-
 import jax
 import pytest
 from jax.experimental.pallas import triton

@@ -6,8 +6,6 @@ rounded once, to even. That is exact: 53 bits hold every product of two fp16 num
 its sum with a third for the rounding.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import re

@@ -1,7 +1,5 @@
 """Sides of uniform groups, and of full-precision rows."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence

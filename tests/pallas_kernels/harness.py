@@ -6,8 +6,6 @@ give. Each check compares a kernel with float64 attention over the rows, and the
 would notice a wrong kernel: every wrong result must be further away than the tolerance.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The table of formats that decode-attention kernels are tested with."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable
 from typing import Any

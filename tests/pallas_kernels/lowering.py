@@ -2,8 +2,6 @@
 supported version of JAX.
 """
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator

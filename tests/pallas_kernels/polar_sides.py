@@ -1,7 +1,5 @@
 """Keys in polar form."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Sides of keys before RoPE, over any other side."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Sides in runs of channels of several widths."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Sequence

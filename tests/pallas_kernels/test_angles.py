@@ -1,7 +1,5 @@
 """Cosines and sines of position times frequency against float64, at every length of a context."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

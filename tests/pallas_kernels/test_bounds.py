@@ -1,7 +1,5 @@
 """Kernels of a step stay inside of their arrays, and one that does not is found."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

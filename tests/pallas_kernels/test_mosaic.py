@@ -1,8 +1,6 @@
 """Attention on Mosaic GPU against its reference, in an interpreter that looks for races, and the
 choice of its route."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from typing import Any

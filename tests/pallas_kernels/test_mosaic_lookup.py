@@ -1,8 +1,6 @@
 """Look-ups on registers give the entries of the array form, which is all that the interpreter runs:
 their assembly, executed in NumPy."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax.numpy as jnp

@@ -1,8 +1,6 @@
 """The self-test of a kernel on Mosaic GPU covers appending, blocks of tables among them, and
 notices numbers that differ. Interpreted on both sides."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

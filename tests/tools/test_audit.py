@@ -1,7 +1,5 @@
 """`make audit` tells faults from a network that is not there."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,8 +1,6 @@
 """The sources of the documentation site: every public name has an entry, and every link leads to a
 file that is there."""
 
-from __future__ import annotations
-
 import pathlib
 import re
 

@@ -1,8 +1,6 @@
 """The notebook of the documentation runs from its first cell to its last, and shows what it did
 when it was written."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 

@@ -12,7 +12,15 @@ import numpy as np
 from kvq_jax.arrays.reverse_water_filling import MOST, allocate, layer_widths
 from kvq_jax.arrays.run_array import RunFormat
 from kvq_jax.codecs.codec import Codec, Side
-from kvq_jax.methods.base import Method, PerLayer, Windows, at_layer, option, per_layer
+from kvq_jax.methods.base import (
+    Method,
+    PerLayer,
+    Windows,
+    at_layer,
+    option,
+    per_layer,
+    scale_dtype_option,
+)
 from kvq_jax.methods.block_gtq.codec import RateGroupsCodec
 from kvq_jax.methods.waterfill.widths import TEMPLATE_FALL, chunk_energies, read, written
 from kvq_jax.types.array_types import ModelDims
@@ -51,9 +59,7 @@ class BlockGTQ(Method):
         " bits)",
         per_layer=True,
     )
-    scale_dtype: str = option(
-        "float16", "dtype of norms", choices=("float16", "bfloat16", "float32")
-    )
+    scale_dtype: str = scale_dtype_option("norms")
 
     def windows(self) -> Windows:
         return Windows(sink=0, recent=0, block=32)

@@ -16,7 +16,7 @@ from kvq_jax.arrays.grouped_array import GroupFormat
 from kvq_jax.codecs.codebook import CodebookCodec
 from kvq_jax.codecs.codec import Codec, Side
 from kvq_jax.codecs.grouped import GroupedCodec
-from kvq_jax.methods.base import Method, Windows, option
+from kvq_jax.methods.base import Method, Windows, option, scale_dtype_option
 from kvq_jax.types.array_types import ModelDims
 
 Levels = Literal["int", "nf"]
@@ -40,9 +40,7 @@ class TokenFormat(Method):
         0, "channels that share a range (0: a token's whole KV width; ATOM uses 128, FlexGen 64)"
     )
     pre_rope: bool = option(False, "cache keys before RoPE")
-    scale_dtype: str = option(
-        "float16", "dtype of scales and zero points", choices=("float16", "bfloat16", "float32")
-    )
+    scale_dtype: str = scale_dtype_option()
 
     # One class serves seven names.
     @property

@@ -11,7 +11,7 @@ from kvq_jax.arrays.channel_groups import channel_group
 from kvq_jax.arrays.grouped_array import GroupFormat, resolve_group
 from kvq_jax.arrays.sparse_outliers import LONGEST_POOL, MOST_PLACES, Pool
 from kvq_jax.codecs.codec import Codec, Side
-from kvq_jax.methods.base import Method, PerLayer, Windows, at_layer, option
+from kvq_jax.methods.base import Method, PerLayer, Windows, at_layer, option, scale_dtype_option
 from kvq_jax.methods.gear.codec import GearCodec
 from kvq_jax.types.array_types import ModelDims
 
@@ -51,9 +51,7 @@ class Gear(Method):
         0.02, "fraction of entries in full precision, half of them on each side; 0 is GEAR-L"
     )
     pre_rope: bool = option(False, "cache keys before RoPE")
-    scale_dtype: str = option(
-        "float16", "dtype of scales and zero points", choices=("float16", "bfloat16", "float32")
-    )
+    scale_dtype: str = scale_dtype_option()
 
     def windows(self) -> Windows:
         return Windows(sink=0, recent=0, block=self.group_size or GROUP)

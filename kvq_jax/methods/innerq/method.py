@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 from kvq_jax.arrays.grouped_array import GroupFormat, Scheme, resolve_group
 from kvq_jax.arrays.slot_array import SLOT_BITS
 from kvq_jax.codecs.codec import Codec, Side
-from kvq_jax.methods.base import Method, PerLayer, Windows, at_layer, option
+from kvq_jax.methods.base import Method, PerLayer, Windows, at_layer, option, scale_dtype_option
 from kvq_jax.methods.innerq.codec import InnerQCodec, SlotCodec
 from kvq_jax.types.array_types import ModelDims
 
@@ -47,9 +47,7 @@ class InnerQ(Method):
     )
     group_size: int = option(0, "elements that share a scale (0: 32, or the largest divisor below)")
     normalize: bool = option(True, "divide keys by a norm of each channel of the prompt")
-    scale_dtype: str = option(
-        "float16", "dtype of scales and zero points", choices=("float16", "bfloat16", "float32")
-    )
+    scale_dtype: str = scale_dtype_option()
     storage: Storage = option(
         "planes",
         "of hybrid groups. planes: a bit plane of signs, and a zero point. slot: the paper's word"

@@ -8,7 +8,7 @@ from typing import ClassVar
 from kvq_jax.arrays.grouped_array import GroupFormat, resolve_group
 from kvq_jax.codecs.codec import Side
 from kvq_jax.codecs.grouped import GroupedCodec
-from kvq_jax.methods.base import Method, PerLayer, Windows, at_layer, option
+from kvq_jax.methods.base import Method, PerLayer, Windows, at_layer, option, scale_dtype_option
 from kvq_jax.types.array_types import ModelDims
 
 BITS = (2, 3, 4, 8)
@@ -32,9 +32,7 @@ class Kivi(Method):
     bits: int | PerLayer = option(2, "bits of keys and values", choices=BITS, per_layer=True)
     group_size: int = option(0, "elements that share a scale (0: 32, or the largest divisor below)")
     pre_rope: bool = option(False, "cache keys before RoPE (the XQuant paper's KIVI*)")
-    scale_dtype: str = option(
-        "float16", "dtype of scales and zero points", choices=("float16", "bfloat16", "float32")
-    )
+    scale_dtype: str = scale_dtype_option()
 
     def windows(self) -> Windows:
         return Windows(sink=0, recent=96, block=self.group_size or 32)

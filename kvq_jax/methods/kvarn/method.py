@@ -8,7 +8,7 @@ from typing import ClassVar
 from kvq_jax.arrays.grouped_array import GroupFormat, resolve_group
 from kvq_jax.codecs.codec import Codec, Side
 from kvq_jax.codecs.rotating import rotated
-from kvq_jax.methods.base import Method, PerLayer, Windows, at_layer, option
+from kvq_jax.methods.base import Method, PerLayer, Windows, at_layer, option, scale_dtype_option
 from kvq_jax.methods.kvarn.codec import KVarNCodec
 from kvq_jax.types.array_types import ModelDims
 
@@ -41,9 +41,7 @@ class KVarN(Method):
     floor: float = option(
         0.0, "least scale of a token of keys or a channel of values (the public code: 0.741)"
     )
-    scale_dtype: str = option(
-        "float16", "dtype of scales and zero points", choices=("float16", "bfloat16", "float32")
-    )
+    scale_dtype: str = scale_dtype_option()
 
     def windows(self) -> Windows:
         return Windows(sink=128, recent=0, block=128)

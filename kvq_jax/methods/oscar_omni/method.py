@@ -13,7 +13,7 @@ from kvq_jax.codecs.codec import Codec, Side
 from kvq_jax.codecs.grouped import GroupedCodec
 from kvq_jax.codecs.rotating import rotated
 from kvq_jax.codecs.scaled import ScaledCodec
-from kvq_jax.methods.base import Method, PerLayer, Windows, at_layer, option
+from kvq_jax.methods.base import Method, PerLayer, Windows, at_layer, option, scale_dtype_option
 from kvq_jax.types.array_types import ModelDims
 
 BITS = (2, 3, 4, 8)
@@ -45,9 +45,7 @@ class OscarOmni(Method):
 
     bits: int | PerLayer = option(2, "bits of keys and values", choices=BITS, per_layer=True)
     group_size: int = option(0, "elements that share a step (0: 32, or the largest divisor below)")
-    scale_dtype: str = option(
-        "float16", "dtype of scales and zero points", choices=("float16", "bfloat16", "float32")
-    )
+    scale_dtype: str = scale_dtype_option()
 
     def windows(self) -> Windows:
         return Windows(sink=0, recent=96, block=self.group_size or 32)

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from kvq_jax.arrays.grouped_array import GroupFormat, resolve_group
 from kvq_jax.codecs.codec import Codec, Side
-from kvq_jax.methods.base import Method, PerLayer, Windows, at_layer, option
+from kvq_jax.methods.base import Method, PerLayer, Windows, at_layer, option, scale_dtype_option
 from kvq_jax.methods.oscar_spectral.codec import SpectralCodec
 from kvq_jax.types.array_types import ModelDims
 
@@ -40,9 +40,7 @@ class OscarSpectral(Method):
     )
     k_kept: float = option(0.96, "share of a key's magnitudes that are not clipped (0: all)")
     v_kept: float = option(0.92, "the same of a value's")
-    scale_dtype: str = option(
-        "float16", "dtype of scales and zero points", choices=("float16", "bfloat16", "float32")
-    )
+    scale_dtype: str = scale_dtype_option()
 
     def windows(self) -> Windows:
         return Windows(sink=64, recent=256, block=32)

@@ -22,7 +22,7 @@ from kvq_jax.codecs.kernel_readers import Reader
 from kvq_jax.codecs.kernels import Kernels
 from kvq_jax.codecs.native_bodies import Body
 from kvq_jax.codecs.prompt_statistics import Statistics
-from kvq_jax.methods.base import Method, Windows, option
+from kvq_jax.methods.base import Method, Windows, option, scale_dtype_option
 from kvq_jax.methods.dense.method import DenseCodec
 from kvq_jax.types.array_types import ArraySpec, Axis, CachedRows, LayerInputs, ModelDims, Tree
 from kvq_jax.types.rope import Rope
@@ -182,9 +182,7 @@ class PolarQuant(Method):
         " radii",
         choices=("linear", "sqrt"),
     )
-    scale_dtype: str = option(
-        "float16", "dtype of steps and minima", choices=("float16", "bfloat16", "float32")
-    )
+    scale_dtype: str = scale_dtype_option("steps and minima")
 
     def windows(self) -> Windows:
         return Windows(sink=0, recent=0, block=self.group_size or GROUP)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from kvq_jax.codecs.codec import Codec, Side
-from kvq_jax.methods.base import Method, PerLayer, Windows, option
+from kvq_jax.methods.base import Method, PerLayer, Windows, option, scale_dtype_option
 from kvq_jax.methods.kivi import Kivi
 from kvq_jax.methods.squat.codec import SquatCodec
 from kvq_jax.types.array_types import ModelDims
@@ -47,9 +47,7 @@ class _Squat(Method):
         "the paper's sharing: all sequences of a batch take the subspace of the first (an"
         " experiment)",
     )
-    scale_dtype: str = option(
-        "float16", "dtype of scales and zero points", choices=("float16", "bfloat16", "float32")
-    )
+    scale_dtype: str = scale_dtype_option()
 
     def _kivi(self) -> Kivi:
         return Kivi(self.bits, self.group_size, self.pre_rope, self.scale_dtype)

@@ -9,7 +9,7 @@ from kvq_jax.arrays.channel_groups import ChannelGroup
 from kvq_jax.arrays.codebook_array import CodebookFormat
 from kvq_jax.codecs.codec import Codec, Side
 from kvq_jax.codecs.rotating import rotated
-from kvq_jax.methods.base import Method, PerLayer, Windows, at_layer, option
+from kvq_jax.methods.base import Method, PerLayer, Windows, at_layer, option, scale_dtype_option
 from kvq_jax.methods.turboquant.codec import SphereCodec
 from kvq_jax.methods.turboquant.levels import sphere_levels
 from kvq_jax.types.array_types import ModelDims
@@ -35,9 +35,7 @@ class TurboQuant(Method):
 
     bits: int | PerLayer = option(3, "bits of keys and values", choices=BITS, per_layer=True)
     pre_rope: bool = option(False, "cache keys before RoPE")
-    scale_dtype: str = option(
-        "float16", "dtype of norms", choices=("float16", "bfloat16", "float32")
-    )
+    scale_dtype: str = scale_dtype_option("norms")
 
     def windows(self) -> Windows:
         return Windows(sink=0, recent=0, block=32)

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from kvq_jax.arrays.grouped_array import GroupedAxis, GroupFormat, resolve_group
 from kvq_jax.codecs.codec import Codec, Side
 from kvq_jax.codecs.grouped import GroupedCodec
-from kvq_jax.methods.base import Method, PerLayer, Windows, at_layer, option
+from kvq_jax.methods.base import Method, PerLayer, Windows, at_layer, option, scale_dtype_option
 from kvq_jax.methods.dense import DenseCodec
 from kvq_jax.methods.xquant.codec import OutlierChannel, Reading, XCodec, XCrossLayerCodec
 from kvq_jax.types.array_types import ModelDims
@@ -37,9 +37,7 @@ class _InputCache(Method):
         " if that is narrower)",
         choices=("auto", "true", "false"),
     )
-    scale_dtype: str = option(
-        "float16", "dtype of scales and zero points", choices=("float16", "bfloat16", "float32")
-    )
+    scale_dtype: str = scale_dtype_option()
 
     def windows(self) -> Windows:
         return Windows(sink=0, recent=0, block=self.group_size or GROUP)

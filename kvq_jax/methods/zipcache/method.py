@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from kvq_jax.codecs.codec import Codec, Side
 from kvq_jax.layer.attention import of_layer
-from kvq_jax.methods.base import Method, Windows, option
+from kvq_jax.methods.base import Method, Windows, option, scale_dtype_option
 from kvq_jax.methods.zipcache.codec import MASK_BITS, ZipCodec
 from kvq_jax.types.array_types import ModelDims
 
@@ -39,11 +39,7 @@ class ZipCache(Method):
     probes: int = option(
         64, "queries of the prompt that tell which tokens are salient, half of them its last"
     )
-    scale_dtype: str = option(
-        "float16",
-        "dtype of scales, zero points and norms",
-        choices=("float16", "bfloat16", "float32"),
-    )
+    scale_dtype: str = scale_dtype_option("scales, zero points and norms")
 
     def windows(self) -> Windows:
         return Windows(sink=0, recent=0, block=128)

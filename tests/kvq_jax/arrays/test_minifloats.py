@@ -1,7 +1,5 @@
 """Small floats equal those of ml_dtypes, and blocks follow the specifications of their formats."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import ml_dtypes

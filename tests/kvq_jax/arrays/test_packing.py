@@ -1,7 +1,5 @@
 """Packed words: an exact round trip, and the layout facts that kernels and byte counts rely on."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,8 +1,6 @@
 """PolarQuant's codes against its public implementation (a slice in tests/golden/), and what the
 polar form must never do."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 

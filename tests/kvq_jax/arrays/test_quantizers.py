@@ -1,7 +1,5 @@
 """The uniform quantizers: error bounds, and groups that hold nothing ordinary."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,8 +1,6 @@
 """Reverse water-filling: its table of quantizers, its optimum, and the few widths that many layers
 share."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable
 

@@ -1,8 +1,6 @@
 """InnerQ's hybrid groups as the paper stores them: the words mean what the module says, and the
 numbers are the hybrid quantizer's."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

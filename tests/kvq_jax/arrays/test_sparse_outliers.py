@@ -1,8 +1,6 @@
 """The fixed-shape store of exact entries: what it keeps, what it drops and counts, and which
 fractions it refuses."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax.numpy as jnp

@@ -1,8 +1,6 @@
 """Kernels run in assembly where its self-test has passed on this kind of device, and the verdict is
 kept."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import pathlib

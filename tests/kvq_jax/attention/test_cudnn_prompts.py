@@ -1,8 +1,6 @@
 """Prompts through cuDNN's flash attention: what is lowered for a GPU, and that older tokens merge
 with it exactly. cuDNN itself is not here: its definition stands for it."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

@@ -1,7 +1,5 @@
 """Who reads the body in a decode step, and that a kernel reads the same as XLA."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import re

@@ -1,8 +1,6 @@
 """Many steps of a layer through the kernels, against XLA: tokens enter the windows, blocks leave
 them, rows rest and fill up."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import re

@@ -1,8 +1,6 @@
 """A layer with a window, another scale, a soft cap and sinks equals an ordinary layer that is read
 with a mask by the reference, over the table of methods. Its body wraps around."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 

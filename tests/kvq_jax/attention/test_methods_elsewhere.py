@@ -1,8 +1,6 @@
 """Every method's prompts and steps lower for devices that this process does not have, and call no
 library of the CPU there."""
 
-from __future__ import annotations
-
 import functools
 import re
 

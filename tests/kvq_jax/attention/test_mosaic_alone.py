@@ -1,8 +1,6 @@
 """Decode steps without Pallas' Triton route: which methods run on Mosaic GPU alone with their
 default options, and that their steps are those of XLA. Interpreted, with a detector of races."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 

@@ -1,8 +1,6 @@
 """The C++ kernel against the reference on the same codes, for every method that it serves, and what
 it may never read."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import chex

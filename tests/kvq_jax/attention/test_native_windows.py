@@ -1,8 +1,6 @@
 """Native kernels read layers with windows, soft caps, another scale and sinks as XLA does, over the
 methods that they serve."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

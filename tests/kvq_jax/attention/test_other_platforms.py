@@ -1,8 +1,6 @@
 """A program may be lowered for a platform that this process does not have, and holds no kernel of
 the one that it has."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import pytest

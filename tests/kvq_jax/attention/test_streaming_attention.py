@@ -1,8 +1,6 @@
 """Streaming attention against the reference on the same codes, with checks that the comparison can
 fail."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

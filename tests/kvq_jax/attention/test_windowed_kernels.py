@@ -1,8 +1,6 @@
 """GPU kernels, interpreted, take steps of layers with windows, soft caps, another scale and sinks
 as XLA does, which tests hold to a masked layer."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

@@ -1,7 +1,5 @@
 """A JAX without Pallas's Triton route runs on XLA what Mosaic GPU does not serve, and says why."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 import subprocess

@@ -1,13 +1,10 @@
 """Layouts, axes and byte counts: what is promised is what is allocated."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import ClassVar, get_args
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jaxtyping import Array, Float, Int
 
@@ -52,15 +49,12 @@ def test_a_cache_is_allocated_as_its_layout_and_its_axes_promise(case: MethodCas
             assert len(set(named)) == len(named), f"{name} has an axis twice: {named}"
         held = sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
         assert {kvq.size.nbytes(tree) for tree in (layout, specs, cache)} == {held}
-        stored = [leaf for leaf in jax.tree.leaves(cache) if leaf.size]
-        assert len({leaf.unsafe_buffer_pointer() for leaf in stored}) == len(stored), (
-            "two arrays share a buffer"
-        )
+        buffers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(cache) if leaf.size]
+        assert len(set(buffers)) == len(buffers), "two arrays share a buffer"
         parts = kvq.size.components(cache)
         assert sum(part.bytes for part in parts) == held
-        assert len({(part.side, part.name) for part in parts}) == len(parts), (
-            "a component is listed twice"
-        )
+        names = [(part.side, part.name) for part in parts]
+        assert len(set(names)) == len(names), "a component is listed twice"
         for name in ("sink", "ring", "stats"):
             of_layers = kvq.size.nbytes([getattr(layer, name) for layer in cache.layers])
             assert sum(part.bytes for part in parts if part.name == name) == of_layers, name
@@ -83,10 +77,8 @@ def test_windows_count_and_fade_with_the_context():
 
 
 def test_dense_bytes_are_those_of_a_plain_cache():
-    assert (
-        kvq.size.dense_nbytes(CacheDims(2, 8, 2, 128, 1024), 3, 100)
-        == 2 * 2 * 3 * 2 * 100 * 128 * 2
-    )
+    dims = CacheDims(2, 8, 2, 128, 1024)
+    assert kvq.size.dense_nbytes(dims, 3, 100) == 2 * 2 * 3 * 2 * 100 * 128 * 2
 
 
 # A method that nothing else knows: the sign of each entry, the mean size of each head's row, and
@@ -127,12 +119,8 @@ class SignsCodec(Codec):
         channel = jnp.argmax(jnp.abs(rows), axis=-1)
         largest = jnp.take_along_axis(rows, channel[..., None], axis=-1)[..., 0]
         size = jnp.mean(jnp.abs(rows), axis=-1)
-        return SignsAndLargest(
-            jnp.sign(rows).astype(jnp.int8),
-            size,
-            jnp.where(size > 0, channel, -1).astype(jnp.int16),
-            largest,
-        )
+        channel = jnp.where(size > 0, channel, -1).astype(jnp.int16)
+        return SignsAndLargest(jnp.sign(rows).astype(jnp.int8), size, channel, largest)
 
     def dequantize(self, params, stats, body) -> RowsBKTH:
         here = jnp.arange(self.channels) == body.channel[..., None]
@@ -176,23 +164,16 @@ def test_an_unknown_methods_outliers_are_counted(toy: None, wrapped: str):
 
 def test_an_unknown_methods_outliers_in_a_cache_are_those_of_its_live_tokens(toy: None):
     cache = kvq.init_cache("toy", DIMS, 2, 40, "float32")
-    lengths = np.asarray(
-        [3 + 8 + 1, 2], np.int32
-    )  # sink 1, recent 2: two blocks of 4 of the first row have aged, none of the second
-    bodies = []
-    for side in range(2):
-        rows = jnp.ones(
-            (2, DIMS.num_key_value_heads, cache.plans[0].regions.body_capacity, DIMS.head_dim)
-        )
-        bodies.append(
-            cache.plans[0].codecs[side].quantize((), (), rows.at[:, 0, 5].set(0), PROMPT)
-        )  # a row without an outlier
-    layers = tuple(dataclasses.replace(layer, body=tuple(bodies)) for layer in cache.layers)
-    filled = dataclasses.replace(cache, layers=layers, lengths=jnp.asarray(lengths))
-    assert kvq.size.dropped_outliers(filled) == (
-        0,
-        DIMS.num_hidden_layers * 2 * (8 * DIMS.num_key_value_heads - 1),
-    )
+    # sink 1, recent 2: two blocks of 4 of the first row have aged, none of the second
+    lengths = jnp.asarray([3 + 8 + 1, 2], jnp.int32)
+    plan, heads = cache.plans[0], DIMS.num_key_value_heads
+    rows = jnp.ones((2, heads, plan.regions.body_capacity, DIMS.head_dim))
+    rows = rows.at[:, 0, 5].set(0)  # a row without an outlier
+    bodies = tuple(codec.quantize((), (), rows, PROMPT) for codec in plan.codecs)
+    layers = tuple(dataclasses.replace(layer, body=bodies) for layer in cache.layers)
+    filled = dataclasses.replace(cache, layers=layers, lengths=lengths)
+    kept = DIMS.num_hidden_layers * 2 * (8 * heads - 1)
+    assert kvq.size.dropped_outliers(filled) == (0, kept)
 
 
 def test_a_codec_that_stores_its_own_arrays_states_its_own_facts():

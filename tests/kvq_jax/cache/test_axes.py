@@ -1,8 +1,6 @@
 """Every array of every cache is described by named axes, and the names are right: what grows with
 tokens is called so, and nothing else."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
@@ -57,12 +55,11 @@ def test_the_batch_and_the_tokens_of_a_body_are_called_so(case: MethodCase):
     assert not misnamed(one, wider, "batch")
     bodies = [[layer.body for layer in cache.layers] for cache in (one, longer)]
     assert not misnamed(*bodies, "tokens")
-    rest = [
+    windows = [
         [(layer.sink, layer.ring, layer.stats) for layer in cache.layers] for cache in (one, longer)
     ]
-    assert [spec.shape for spec in jax.tree.leaves(rest[0])] == [
-        spec.shape for spec in jax.tree.leaves(rest[1])
-    ], "windows grew"
+    shapes = [[spec.shape for spec in jax.tree.leaves(of_cache)] for of_cache in windows]
+    assert shapes[0] == shapes[1], "windows grew"
     for path, spec in described(bodies[0]).items():
         assert spec["tokens"].count == last_plan(case).regions.body_capacity, (
             f"{path} does not run along the body's tokens"
@@ -79,22 +76,15 @@ def test_another_name_for_the_tokens_is_noticed(case: MethodCase):
         for s in (CAPACITY, 3 * CAPACITY)
     )
     assert not misnamed(one, longer, "tokens")
-    for other in ("batch", "none"):
-        wrong = jax.tree.map(
-            lambda spec, other=other: spec.renamed(other, "mlp").renamed("tokens", other), one
-        )
-        assert len(misnamed(wrong, longer, "tokens")) == len(jax.tree.leaves(one)), (
-            f"tokens may be called {other}"
-        )
-    swapped = jax.tree.map(
-        lambda spec: (
-            spec.renamed("tokens", "mlp").renamed("batch", "tokens").renamed("mlp", "batch")
-        ),
-        one,
-    )
-    assert len(misnamed(swapped, longer, "tokens")) == len(jax.tree.leaves(one)), (
-        "the batch passes for tokens"
-    )
+    for *renamed, told in (
+        (("batch", "mlp"), ("tokens", "batch"), "tokens may be called batch"),
+        (("none", "mlp"), ("tokens", "none"), "tokens may be called none"),
+        (("tokens", "mlp"), ("batch", "tokens"), ("mlp", "batch"), "the batch passes for tokens"),
+    ):
+        wrong = one
+        for old, new in renamed:
+            wrong = jax.tree.map(lambda spec, old=old, new=new: spec.renamed(old, new), wrong)
+        assert len(misnamed(wrong, longer, "tokens")) == len(jax.tree.leaves(one)), told
 
 
 @cases(every=True)
@@ -109,23 +99,16 @@ def test_codecs_make_what_they_describe(case: MethodCase):
     )
     params = layer_runs.parameters_of(plan) or ((), ())
     for own, codec in zip(params, plan.codecs, strict=False):
-        heads, channels = codec.facts.row_axes(plan.heads, plan.head_dim)
-        assert jax.eval_shape(codec.rows, own, inputs).shape == (
-            batch,
-            heads.size,
-            CAPACITY,
-            channels.size,
-        )
-        stats = jax.eval_shape(
-            lambda own, inputs, codec=codec: codec.statistics.of(own, inputs), own, inputs
-        )
-        specs = codec.statistics.spec(batch, plan.heads)
+        heads, channels = (axis.size for axis in codec.facts.row_axes(plan.heads, plan.head_dim))
+        made = jax.eval_shape(codec.rows, own, inputs)
+        assert made.shape == (batch, heads, CAPACITY, channels)
+        statistics = codec.statistics
+        stats = jax.eval_shape(lambda own, inputs, s=statistics: s.of(own, inputs), own, inputs)
+        specs = statistics.spec(batch, plan.heads)
         assert jax.tree.map(lambda spec: spec.struct, specs) == stats
-        assert (
-            jax.eval_shape(lambda codec=codec: codec.statistics.initial(batch, plan.heads)) == stats
-        )
+        assert jax.eval_shape(lambda s=statistics: s.initial(batch, plan.heads)) == stats
         one, two = (
-            coded(codec, own, stats, (batch, heads.size, n * plan.regions.block, channels.size))
+            coded(codec, own, stats, (batch, heads, n * plan.regions.block, channels))
             for n in (1, 2)
         )
         body = codec.body(batch, plan.heads, plan.regions.block)
@@ -135,7 +118,7 @@ def test_codecs_make_what_they_describe(case: MethodCase):
         if cross := codec.facts.cross_layer:
             spec = cross.accumulator(batch, CAPACITY)
             held = jax.ShapeDtypeStruct(spec.shape, jnp.float32)
-            rows = jax.ShapeDtypeStruct((batch, heads.size, CAPACITY, channels.size), jnp.float32)
+            rows = jax.ShapeDtypeStruct(made.shape, jnp.float32)
             assert jax.eval_shape(cross.expected, own, held).shape == rows.shape
             assert jax.eval_shape(cross.accumulated, own, held, rows).shape == spec.shape
 
@@ -144,10 +127,7 @@ def coded(codec: Codec, params: Any, stats: Any, shape: tuple[int, ...]) -> Any:
     """Return the structs of the body that rows of this shape are quantized to."""
     rows = jax.ShapeDtypeStruct(shape, jnp.float32)
     return jax.eval_shape(
-        lambda params, stats, rows: codec.quantize(params, stats, rows, prompt(rows)),
-        params,
-        stats,
-        rows,
+        lambda p, s, rows: codec.quantize(p, s, rows, prompt(rows)), params, stats, rows
     )
 
 
@@ -167,16 +147,10 @@ def test_parameters_are_what_is_described(case: MethodCase):
 
 def described_weights(plan: LayerPlan) -> LayerWeights:
     """Describe what `layer_runs.layer_weights` makes."""
-    model, out = (
-        Axis("model", 2 * plan.heads * plan.head_dim),
-        Axis("kv_heads", plan.heads, each=plan.head_dim),
+    model = Axis("model", 2 * plan.heads * plan.head_dim)
+    out = Axis("kv_heads", plan.heads, each=plan.head_dim)
+    kernel, gains, eps, bias = (
+        ArraySpec(axes, "float32") for axes in ((model, out), (model,), (), (out,))
     )
-    kernel, gains = ArraySpec((model, out), "float32"), ArraySpec((model,), "float32")
-    bias = ArraySpec((out,), "float32") if isinstance(plan.k, BiasSubtracting) else None
-    return LayerWeights(
-        k_kernel=kernel,
-        v_kernel=kernel,
-        input_norm=gains,
-        norm_eps=ArraySpec((), "float32"),
-        k_bias=bias,
-    )
+    biased = isinstance(plan.k, BiasSubtracting)
+    return LayerWeights(kernel, kernel, gains, eps, k_bias=bias if biased else None)

@@ -1,8 +1,6 @@
 """The laws of a cache layer, over the whole table of methods: what a token's cached form may depend
 on, and what it may not."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax.numpy as jnp
@@ -77,11 +75,9 @@ def test_a_row_has_the_same_codes_and_outputs_whatever_the_other_rows_hold(case:
     plan, state = empty(case.spec)
     tokens, lengths = sequences(), boundary_lengths(plan)
     mine = np.arange(8) % 2 == 0
-    others = {
-        f: np.where(mine[:, None, None, None], getattr(tokens, f), 1e4 * getattr(tokens, f))
-        for f in ("q", "k_pre", "k_rot", "v")
-    }
-    crowd = dataclasses.replace(tokens, **others)
+    loud = np.where(mine, 1, 1e4).astype(np.float32)[:, None, None, None]
+    crowd = {f: loud * getattr(tokens, f) for f in ("q", "k_pre", "k_rot", "v")}
+    crowd = dataclasses.replace(tokens, **crowd)
     crowd_lengths = np.where(mine, lengths, lengths[::-1]).astype(np.int32)
     prompts, crowd_prompts = prompts_of(lengths), prompts_of(crowd_lengths)
     out, ours = run(plan, state, tokens, prompts, lengths)
@@ -149,29 +145,23 @@ def test_windows_hold_exact_rows_and_the_body_holds_the_rest(case: MethodCase):
     tokens, lengths = sequences(), boundary_lengths(plan)
     regions = plan.regions
     _, after = run(plan, state, tokens, prompts_of(lengths), lengths)
-    own = parameters_of(plan)
-    found = decode_rows(plan, own, after, jnp.asarray(lengths), tokens.below(plan))
+    own = parameters_of(plan) or ((), ())
+    found = decode_rows(plan, parameters_of(plan), after, jnp.asarray(lengths), tokens.below(plan))
+    inputs = tokens.window(lengths * 0, lengths, regions.capacity, 0.0)
     for side, codec in enumerate(plan.codecs):
-        given = np.asarray(
-            quick_jit(codec.rows)(
-                (own or ((), ()))[side], tokens.window(lengths * 0, lengths, regions.capacity, 0.0)
-            )
-        )
-        for b, n in enumerate(lengths):
+        of_side = np.asarray(quick_jit(codec.rows)(own[side], inputs)), np.asarray(found[side])
+        for n, given, held in zip(lengths, *of_side, strict=True):
+            where = f"{side=} length={n}"
             body = max(0, n - regions.sink - regions.recent) // regions.block * regions.block
             exact = np.r_[: min(n, regions.sink), min(n, regions.sink + body) : n]
-            held = np.asarray(found[side])[b][:, exact]
-            assert (row_errors(held, given[b][:, exact]) <= ROUNDING).all(), f"{side=} length={n}"
+            assert (row_errors(held[:, exact], given[:, exact]) <= ROUNDING).all(), where
             if len(exact) > 1:
-                assert (row_errors(held, given[b][:, np.roll(exact, 1)]) > ROUNDING).any(), (
-                    f"{side=} length={n}: other tokens' rows pass"
-                )
+                other = row_errors(held[:, exact], given[:, np.roll(exact, 1)])
+                assert (other > ROUNDING).any(), f"{where}: other tokens' rows pass"
             assert n - regions.sink - body < regions.recent + regions.block or not body
-            coded = np.asarray(found[side])[b][:, regions.sink : regions.sink + body]
-            error = np.linalg.norm(coded - given[b][:, regions.sink : regions.sink + body])
-            assert error <= 0.75 * np.linalg.norm(
-                given[b][:, regions.sink : regions.sink + body]
-            ), f"{side=} length={n}: not these rows"
+            coded = np.s_[:, regions.sink : regions.sink + body]
+            error = np.linalg.norm(held[coded] - given[coded])
+            assert error <= 0.75 * np.linalg.norm(given[coded]), f"{where}: not these rows"
 
 
 @cases("innerq2", "mixed")
@@ -183,28 +173,21 @@ def test_statistics_come_from_the_prompt_alone(case: MethodCase):
     k_rot[:, :, 39, 1::2] = 2 * k_rot[:, :, 0, 1::2]
     k_rot[:, :, 0, ::2] *= 2
     tokens = dataclasses.replace(tokens, k_rot=k_rot)
-    _, after, _ = prefill(
-        plan,
-        parameters_of(plan),
-        state,
-        tokens.window(np.zeros(8, np.int32), lengths, plan.regions.capacity),
-        (),
-    )
+    params, zero = parameters_of(plan), np.zeros(8, np.int32)
+    prompt = tokens.window(zero, lengths, plan.regions.capacity)
+    _, after, _ = prefill(plan, params, state, prompt, ())
     largest = np.abs(tokens.k_rot[:, :, :40]).max(axis=2, keepdims=True)
     np.testing.assert_allclose(after.stats[0], np.sqrt(largest), rtol=1e-6)
-    louder, params = dataclasses.replace(tokens, k_rot=3 * tokens.k_rot), parameters_of(plan)
+    louder = dataclasses.replace(tokens, k_rot=3 * tokens.k_rot)
     new = louder.window(lengths, lengths + 30, plan.regions.capacity)
     _, prefilled, _ = prefill(plan, params, after, new, ())
     _, decoded, _ = decode(plan, params, after, louder.window(lengths, lengths + STEP, STEP), ())
     for name, later in (("a second prefill", prefilled), ("a decode step", decoded)):
         np.testing.assert_array_equal(after.stats[0], later.stats[0], err_msg=name)
         assert (np.asarray(later.ring[0]) != after.ring[0]).any(), f"{name} wrote nothing"
-    _, first, _ = prefill(
-        plan, params, state, louder.window(0 * lengths, lengths, plan.regions.capacity), ()
-    )
-    assert (np.asarray(first.stats[0]) > after.stats[0]).any(), (
-        "louder keys would not show in the statistics"
-    )
+    prompt = louder.window(zero, lengths, plan.regions.capacity)
+    _, first, _ = prefill(plan, params, state, prompt, ())
+    assert (np.asarray(first.stats[0]) > after.stats[0]).any(), "louder keys would not show"
 
 
 @cases("kvquant4")
@@ -214,31 +197,21 @@ def test_what_counts_as_rounding(case: MethodCase):
     plan, state = empty(case.spec)
     tokens, lengths = sequences(), boundary_lengths(plan)
     held = live(plan, run(plan, state, tokens, lengths, lengths)[1], lengths)
-    floats = [name for name, array in held.items() if not np.issubdtype(array.dtype, np.integer)]
-    words = [
-        name
-        for name, array in held.items()
-        if np.issubdtype(array.dtype, np.integer) and array.size > 1000
-    ]
+    words = {n: a for n, a in held.items() if np.issubdtype(a.dtype, np.integer)}
+    floats = {n: a for n, a in held.items() if n not in words}
+    words = {n: a for n, a in words.items() if a.size > 1000}
     assert floats
     assert words
-    for name in floats:
-        eps = max(ROUNDING, float(jnp.finfo(held[name].dtype).eps))
-        assert not beyond_rounding(
-            held
-            | {name: (held[name].astype(np.float64) * (1 + eps / 10)).astype(held[name].dtype)},
-            held,
-        ), name
-        if held[name].any():
-            moved = (held[name].astype(np.float64) * (1 + 10 * eps)).astype(held[name].dtype)
-            assert beyond_rounding(held | {name: moved}, held), (
-                f"{name}: ten times the rounding passes"
-            )
-    for name in words:
-        live_words = np.flatnonzero(held[name])
-        for count, passes in ((1, True), (-(-held[name].size // 1000), False)):
-            changed = held[name].copy()
+    for name, array in floats.items():
+        eps = max(ROUNDING, float(jnp.finfo(array.dtype).eps))
+        for factor, passes in ((0.1, True), (10, not array.any())):
+            moved = (array.astype(np.float64) * (1 + factor * eps)).astype(array.dtype)
+            told = f"{name}: {factor} times the rounding"
+            assert bool(beyond_rounding(held | {name: moved}, held)) != passes, told
+    for name, array in words.items():
+        live_words = np.flatnonzero(array)
+        for count, passes in ((1, True), (-(-array.size // 1000), False)):
+            changed = array.copy()
             changed.flat[live_words[:count]] ^= 1
-            assert bool(beyond_rounding(held | {name: changed}, held)) != passes, (
-                f"{name}: {count} words"
-            )
+            told = f"{name}: {count} words"
+            assert bool(beyond_rounding(held | {name: changed}, held)) != passes, told

@@ -1,8 +1,6 @@
 """The cache of one layer is the layer of a cache of all layers, bit for bit, and fits wherever a
 model keeps a layer's keys and values."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,8 +1,6 @@
 """The cache of one layer in the tools of others, as docs/own_model.md tells: gradients, remat,
 export, orbax, treescope. (tests/multi_device/test_layer_plans.py has a host's shard_map.)"""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from typing import Any

@@ -1,8 +1,6 @@
 """Layers with KV heads and a head dim of their own, as in Gemma 4: every layer is that of a model
 whose layers are all like it."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

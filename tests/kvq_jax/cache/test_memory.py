@@ -1,8 +1,6 @@
 """What a decode step costs: memory far below one layer's cache, and reads that follow the live
 length, not the capacity."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -85,13 +83,8 @@ def temporary_bytes(
     compiled = jax.jit(
         lambda s, c, p, i: layer_function(plan, p, s, i, c, route), donate_argnums=(0, 1)
     )
-    memory = (
-        compiled.lower(
-            state, carry, parameters_of(plan, dims, dtype), inputs_of(dims, tokens, dtype)
-        )
-        .compile(USUAL_COMPILE)
-        .memory_analysis()
-    )
+    arguments = parameters_of(plan, dims, dtype), inputs_of(dims, tokens, dtype)
+    memory = compiled.lower(state, carry, *arguments).compile(USUAL_COMPILE).memory_analysis()
     assert memory.alias_size_in_bytes >= 0.99 * kvq.size.nbytes(state), (
         "the donated state is not updated in place"
     )
@@ -136,17 +129,8 @@ def test_chunks_read_follow_the_live_length():
         (3 * streaming.BODY_CHUNK + 5, 4),
     ):
         positions = jnp.asarray([[longest], [min(longest, 7)]], jnp.int32)
-        inputs = kvq.types.LayerInputs(
-            None,
-            None,
-            jnp.ones((2, 4, 1, 32)),
-            None,
-            rows,
-            rows,
-            positions,
-            jnp.ones((2, 1), bool),
-            None,
-        )
+        q, valid = jnp.ones((2, 4, 1, 32)), jnp.ones((2, 1), bool)
+        inputs = kvq.types.LayerInputs(None, None, q, None, rows, rows, positions, valid, None)
         CountedCodec.chunks.clear()
         jax.block_until_ready(step(counted, (), state, inputs, ()))
         jax.effects_barrier()

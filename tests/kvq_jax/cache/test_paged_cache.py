@@ -1,7 +1,5 @@
 """A body in pages holds the codes of a dense one, wherever its pages lie, and slots share pages."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Sizes as the KVQuant paper prints them, from its rule; and sizes as stored, from the arrays."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvq_jax.cache.cache import CacheDims
@@ -17,16 +15,8 @@ TEN_M = 10_000_000
 def gigabytes(spec: str, dims: CacheDims, context: int, pointers: bool) -> float:
     bits = paper_bits(spec, dims, context, pointers=pointers)
     assert bits is not None
-    return (
-        2
-        * dims.num_hidden_layers
-        * dims.num_key_value_heads
-        * dims.head_dim
-        * context
-        * bits
-        / 8
-        / 2**30
-    )
+    elements = 2 * dims.num_hidden_layers * dims.num_key_value_heads * dims.head_dim * context
+    return elements * bits / 8 / 2**30
 
 
 @pytest.mark.parametrize(
@@ -48,16 +38,10 @@ def test_sizes_are_those_of_table_8(
         # the printed sizes of 65B with outliers are up to 0.3 GB of 6595 above any rule that gives
         # the others
         slack = 1e-4 * expected if dims is LLAMA_65B and outliers else 0
-        assert round(gigabytes(spec, dims, context, pointers), 1) == pytest.approx(
-            expected, abs=0.051 + slack
-        ), f"{context=}"
-    assert (
-        abs(
-            gigabytes(spec, dims, M, False)
-            - gigabytes("kvquant:bits=4,outliers=0.05", dims, M, False)
-        )
-        > 1
-    )
+        found = round(gigabytes(spec, dims, context, pointers), 1)
+        assert found == pytest.approx(expected, abs=0.051 + slack), f"{context=}"
+    other = gigabytes("kvquant:bits=4,outliers=0.05", dims, M, False)
+    assert abs(gigabytes(spec, dims, M, False) - other) > 1
 
 
 @pytest.mark.parametrize(
@@ -65,11 +49,8 @@ def test_sizes_are_those_of_table_8(
     [
         ("kvquant:bits=4,outliers=0.01", LLAMA_7B, 4.33),  # Table 2
         ("kvquant:bits=4,outliers=0.01", LLAMA_2_70B, 4.35),
-        (
-            "kvquant:bits=4,outliers=0.001",
-            LLAMA_65B,
-            4.04,
-        ),  # Table 17, its smallest and largest averages
+        # Table 17, its smallest and largest averages
+        ("kvquant:bits=4,outliers=0.001", LLAMA_65B, 4.04),
         ("kvquant:bits=3,outliers=0.005", LLAMA_2_70B, 3.19),
         ("kvquant:bits=4,outliers=0", LLAMA_2_70B, 4.02),
         ("int4", LLAMA_2_70B, 4.02),

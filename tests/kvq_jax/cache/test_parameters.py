@@ -1,8 +1,6 @@
 """Parameters of single layers: from calibration rows and from weights, and what is refused by
 name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -64,9 +62,8 @@ def test_ranges_of_channels_come_in_the_dtype_of_kernels_too():
     plan = parameter_plans(kvq.parse(SPEC), dims_of(DIMS))[0]
     for given in ((k, v), (after_rope, v)):
         axes = parameter_axes(plan, dims_of(DIMS), given)
-        assert jax.tree.map(
-            lambda described, array: described.shape == array.shape, axes, given
-        ) == jax.tree.map(lambda _: True, given)
+        shapes = [jax.tree.map(lambda array: array.shape, tree) for tree in (axes, given)]
+        assert shapes[0] == shapes[1]
 
 
 def test_sides_and_layers_without_parameters_are_left_out():
@@ -76,10 +73,8 @@ def test_sides_and_layers_without_parameters_are_left_out():
     calibrated = kvq.parameters.calibrate(spec, DIMS, 1, rows(), ones(rows()))
     assert set(calibrated) == {"k"}
     assert kvq.parameters.prepare(spec, DIMS, 1, calibrated=calibrated)[1] == ()
-    assert kvq.parameters.prepare("kivi", DIMS, 0, weights=WEIGHTS, calibrated=calibrated) == (
-        (),
-        (),
-    )
+    both = kvq.parameters.prepare("kivi", DIMS, 0, weights=WEIGHTS, calibrated=calibrated)
+    assert both == ((), ())
 
 
 def test_weights_that_are_used_as_they_are_are_shared():
@@ -88,10 +83,8 @@ def test_weights_that_are_used_as_they_are_are_shared():
     assert k is v, "one body for both sides"
     assert k["k"]["kernel"] is WEIGHTS.k_kernel
     biased = layer_weights(2, 32, key_bias(64))
-    assert (
-        kvq.parameters.prepare("int8:subtract_bias=true", DIMS, 0, weights=biased)[0]["bias"]
-        is biased.k_bias
-    )
+    k, _ = kvq.parameters.prepare("int8:subtract_bias=true", DIMS, 0, weights=biased)
+    assert k["bias"] is biased.k_bias
 
 
 def test_both_kinds_stand_beside_each_other():
@@ -110,18 +103,10 @@ def calibrated_on(of_rows: dict[str, np.ndarray], gradients: dict[str, np.ndarra
 
 
 REFUSED: list[tuple[Callable[[], Any], str]] = [
+    (lambda: prepared("xquant", 1), "'xquant' needs the weights of layer 1: give kvq.*weights="),
+    (lambda: prepared(SPEC), "k of layer 0 needs levels, .*: give kvq.*calibrated="),
     (
-        lambda: prepared("xquant", 1),
-        "'xquant' needs the weights of layer 1: give kvq.parameters.prepare weights=",
-    ),
-    (
-        lambda: prepared(SPEC),
-        "k of layer 0 needs levels, .*: give kvq.parameters.prepare calibrated=",
-    ),
-    (
-        lambda: prepared(
-            "kvquant:bits=2,outliers=0.05", calibrated=calibrated_on(rows(), ones(rows()))
-        ),
+        lambda: prepared("kvquant:bits=2", calibrated=calibrated_on(rows(), ones(rows()))),
         "needs calibrated arrays of shapes",
     ),
     (
@@ -129,14 +114,8 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
         r"k_kernel must be \[D, K \* H\] = \[128, 64\], got \[64, 32\]",
     ),
     (lambda: prepared("int8:subtract_bias=true", weights=WEIGHTS), "has no bias"),
-    (
-        lambda: calibrated_on({"k": rows()["k"]}, ones(rows())),
-        r"give rows\['v'\] and gradients\['v'\]",
-    ),
-    (
-        lambda: calibrated_on(rows() | {"k": rows()["k"][0]}, ones(rows())),
-        r"rows\['k'\] must be \[B, 2, T, 32\]",
-    ),
+    (lambda: calibrated_on({"k": rows()["k"]}, ones(rows())), r"give rows\['v'\] and gradients"),
+    (lambda: calibrated_on(rows() | {"k": rows()["k"][0]}, ones(rows())), r"rows\['k'\] must be"),
     (lambda: calibrated_on(rows(), ones(rows(80))), "have 180 and 160 tokens"),
 ]
 

@@ -1,8 +1,6 @@
 """One new token enters a ring as its row alone, by XLA for GPUs and by the C++ kernel: the ring is
 one made anew, to the bit."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,9 +12,8 @@ from kvq_jax.cache.update import _refresh, put_rows
 from kvq_jax.layer.regions import Regions
 
 REGIONS = Regions(sink=3, recent=5, block=8, capacity=64)
-STARTS = np.array(
-    [0, 2, 3, 10, 15, 16, 40], np.int32
-)  # in the sink, the ring's first slot, its last ones, and around again
+# in the sink, the ring's first slot, its last ones, and around again
+STARTS = np.array([0, 2, 3, 10, 15, 16, 40], np.int32)
 PUT = [put_rows, *([native.put_rows] if dispatch.no_device("native") is None else [])]
 
 

@@ -1,8 +1,6 @@
 """Cache algebra: trimmed, picked, repeated and merged rows are the rows that were there, and
 decoding goes on from them."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax
@@ -41,19 +39,14 @@ def test_trim_keeps_what_the_remaining_tokens_stood_for(case: MethodCase):
     short = trim(cache, kept)
     np.testing.assert_array_equal(short.lengths, kept)
     assert jax.tree.structure(short) == jax.tree.structure(cache)
-    for layer, (before, after) in enumerate(zip(rows_of(cache), rows_of(short), strict=True)):
-        for side in range(len(before)):
-            alive = np.broadcast_to(
-                (np.arange(cache.capacity) < kept[:, None])[:, None], before[side].shape[:3]
-            )
-            assert row_errors(after[side], before[side])[alive].max() <= ROUNDING, (
-                f"{layer=} {side=}"
-            )
-            assert not after[side][~alive].any(), f"{layer=} {side=}: a trimmed token is read"
-            shifted = np.roll(before[side], 1, axis=2)
-            assert row_errors(after[side], shifted)[alive].max() > 1e-2, (
-                f"{layer=} {side=}: rows of the token before would pass"
-            )
+    alive = (np.arange(cache.capacity) < kept[:, None])[:, None]
+    for layer, sides in enumerate(zip(rows_of(cache), rows_of(short), strict=True)):
+        for side, (before, after) in enumerate(zip(*sides, strict=True)):
+            where, real = f"{layer=} {side=}", np.broadcast_to(alive, before.shape[:3])
+            assert row_errors(after, before)[real].max() <= ROUNDING, where
+            assert not after[~real].any(), f"{where}: a trimmed token is read"
+            shifted = row_errors(after, np.roll(before, 1, axis=2))[real]
+            assert shifted.max() > 1e-2, f"{where}: rows of the token before would pass"
 
 
 @cases("dense", "innerq2", "kvquant4", "zipcache42")  # two sides, statistics, outliers, joint rows
@@ -84,12 +77,8 @@ def test_trim_never_lengthens_a_row():
 def test_rows_are_selected_reordered_and_repeated(case: MethodCase):
     cache = filled(case.spec, LENGTHS)
     assert_same_rows(kvq.rows.select(cache, [5, 2, 2]), cache, [0, 1, 2], [5, 2, 2])
-    assert_same_rows(
-        jax.jit(kvq.rows.select)(cache, jnp.arange(8)[::-1]),
-        cache,
-        list(range(8)),
-        list(range(8))[::-1],
-    )
+    turned = jax.jit(kvq.rows.select)(cache, jnp.arange(8)[::-1])
+    assert_same_rows(turned, cache, list(range(8)), list(range(8))[::-1])
     twice = kvq.rows.repeat(cache, 2)
     assert twice.batch == 16
     assert_same_rows(twice, cache, list(range(16)), [i // 2 for i in range(16)])
@@ -123,12 +112,9 @@ def test_a_row_replaces_another_and_nothing_else(case: MethodCase):
 def test_a_donated_cache_is_written_one_row_at_a_time():
     cache = kvq.cache.layout("kivi:bits=2", DIMS, 64, 4096)
     row = kvq.cache.layout("kivi:bits=2", DIMS, 1, 4096)
-    compiled = (
-        jax.jit(kvq.rows.replace, donate_argnums=0)
-        .lower(cache, jax.ShapeDtypeStruct((), jnp.int32), row)
-        .compile()
-    )
-    memory = compiled.memory_analysis()
+    replace = jax.jit(kvq.rows.replace, donate_argnums=0)
+    lowered = replace.lower(cache, jax.ShapeDtypeStruct((), jnp.int32), row)
+    memory = lowered.compile().memory_analysis()
     assert memory.alias_size_in_bytes >= 0.99 * kvq.size.nbytes(cache), (
         "the donated cache is not updated in place"
     )
@@ -143,21 +129,14 @@ def test_a_donated_cache_is_written_one_row_at_a_time():
         ("spec", {"spec": "kivi:bits=4,sink=0,recent=12,block=16"}),
         ("capacity", {"capacity": 91}),
         ("dtype", {"dtype": "bfloat16"}),
-        ("dims", {"num_hidden_layers": 3}),
+        ("dims", {"dims": dataclasses.replace(DIMS, num_hidden_layers=3)}),
     ],
 )
 def test_caches_that_differ_share_no_rows(field: str, other: dict):
     cache = filled("kivi:sink=0,recent=12,block=16", LENGTHS)
-    dims = dataclasses.replace(
-        cache.dims, num_hidden_layers=other.get("num_hidden_layers", cache.dims.num_hidden_layers)
-    )
-    changed = kvq.init_cache(
-        other.get("spec", cache.spec),
-        dims,
-        1,
-        other.get("capacity", cache.capacity),
-        other.get("dtype", cache.dtype),
-    )
+    fields = ("spec", "dims", "capacity", "dtype")
+    given = {name: getattr(cache, name) for name in fields} | other
+    changed = kvq.init_cache(given["spec"], given["dims"], 1, given["capacity"], given["dtype"])
     for operation in (kvq.rows.merge, lambda cache, row: kvq.rows.replace(cache, 0, row)):
         with pytest.raises(ValueError, match=rf"\Acaches with different {field} [^\n]+\Z"):
             operation(cache, changed)

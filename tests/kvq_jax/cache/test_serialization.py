@@ -1,12 +1,11 @@
 """Saved caches: bit-exact round trips, and files that are refused with one line that says why."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
 import pathlib
 import stat
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -40,13 +39,8 @@ def assert_equal(found: kvq.cache.Cache, expected: kvq.cache.Cache) -> None:
 def test_a_saved_cache_comes_back_bit_for_bit(case: MethodCase, dtype: str, tmp_path: pathlib.Path):
     cache = filled(case.spec, LENGTHS) if dtype == "float32" else random_cache(case.spec)
     kvq.files.save(cache, tmp_path / "c.safetensors")
-    found = kvq.files.load(
-        tmp_path / "c.safetensors",
-        spec=case.spec,
-        config=DIMS,
-        capacity=cache.capacity,
-        dtype=dtype,
-    )
+    expected = dict(spec=case.spec, config=DIMS, capacity=cache.capacity, dtype=dtype)
+    found = kvq.files.load(tmp_path / "c.safetensors", **expected)
     assert_equal(found, cache)
     with pytest.raises(AssertionError):
         assert_equal(dataclasses.replace(found, lengths=found.lengths + 1), cache)
@@ -104,32 +98,27 @@ def rewritten(
         names = file.keys()
         held = {name: file.get_tensor(name) for name in names} | (tensors or {})
         fields = file.metadata() | (header or {})
-    save_tensors(
-        path,
-        {k: v for k, v in held.items() if v is not None},
-        {k: v for k, v in fields.items() if v is not None},
-    )
+    held, fields = ({k: v for k, v in d.items() if v is not None} for d in (held, fields))
+    save_tensors(path, held, fields)
     return path
+
+
+def header_of(**changes: int) -> str:
+    return json.dumps(dataclasses.asdict(DIMS) | changes)
 
 
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
         ({"lengths": np.zeros(9, np.int32)}, r"tensor lengths is int32\[9\], expected int32\[8\]"),
-        (
-            {"lengths": np.zeros(8, np.float32)},
-            r"tensor lengths is float32\[8\], expected int32\[8\]",
-        ),
+        ({"lengths": np.zeros(8, np.float32)}, r"lengths is float32\[8\], expected int32\[8\]"),
         ({"lengths": np.full(8, 91, np.int32)}, "lengths are not between 0 and the capacity 90"),
         ({"lengths": np.full(8, -1, np.int32)}, "lengths are not between 0"),
         ({"lengths": None}, "tensor lengths is missing"),
         ({"layers.1.intact": None}, "tensor layers.1.intact is missing"),
         ({"layers.1.intact": np.full(8, 91, np.int32)}, "layers.1.intact is not between 0 and"),
         ({"extra": np.zeros(3, np.int8)}, "tensor extra is unknown"),
-        (
-            {"layers.1.ring.v": np.zeros((8, 2, 28, 31), np.float32)},
-            "tensor layers.1.ring.v is float32",
-        ),
+        ({"layers.1.ring.v": np.zeros((8, 2, 28, 31), np.float32)}, "tensor layers.1.ring.v is"),
     ],
 )
 def test_tensors_that_the_header_does_not_promise_are_refused(
@@ -147,7 +136,7 @@ def test_tensors_that_the_header_does_not_promise_are_refused(
         ({"spec": "kivvi"}, "spec='kivvi'"),
         ({"spec": "innerq"}, "tensor "),
         ({"dims": "[1"}, "dims="),
-        ({"dims": json.dumps(dataclasses.asdict(DIMS) | {"num_hidden_layers": 10**9})}, "dims="),
+        ({"dims": header_of(num_hidden_layers=10**9)}, "dims="),
         ({"batch": "0"}, "batch=0"),
         ({"capacity": str(10**15)}, "tensor "),
         ({"dtype": "float99"}, "dtype='float99'"),
@@ -155,10 +144,7 @@ def test_tensors_that_the_header_does_not_promise_are_refused(
         ({"spec": "kivi:skip_layers=0-999999999999"}, "spec='kivi:skip_layers=0-999999999999'"),
         ({"spec": "kivi:bits=8@50-60/2"}, "kivi:bits names layer 60"),
         ({"spec": "kivi:block=1000000007"}, "tensor "),
-        (
-            {"spec": "kivi", "dims": json.dumps(dataclasses.asdict(DIMS) | {"head_dim": 1})},
-            "tensor ",
-        ),
+        ({"spec": "kivi", "dims": header_of(head_dim=1)}, "tensor "),
     ],
 )
 def test_headers_that_make_no_sense_are_refused(header: dict, message: str, saved: pathlib.Path):
@@ -214,20 +200,14 @@ def test_a_new_file_has_the_mode_that_the_umask_asks_for(tmp_path: pathlib.Path)
 def test_a_header_that_a_method_stumbles_over_is_refused(
     saved: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ):
-    for error in (
-        IndexError("tuple index out of range"),
-        ZeroDivisionError("integer modulo by zero"),
-    ):
-
-        def stumble(*_, error=error):
-            raise error
-
+    told = ONE_LINE.format("the header does not describe a cache")
+    for error in (IndexError("out of range"), ZeroDivisionError("modulo by zero")):
+        stumble = mock.Mock(side_effect=error)
         monkeypatch.setattr(type(kvq.methods.METHODS["kivi"]), "codec", stumble)
         plans.cache_clear()
-        with pytest.raises(
-            ValueError, match=ONE_LINE.format("the header does not describe a cache")
-        ):
+        with pytest.raises(ValueError, match=told):
             kvq.files.load(saved)
+        assert stumble.called
 
 
 def test_fingerprints_tell_trees_apart():

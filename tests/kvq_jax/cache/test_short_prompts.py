@@ -1,7 +1,5 @@
 """A prompt of one token gives statistics as good as one of 64."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

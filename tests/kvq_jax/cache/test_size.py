@@ -1,8 +1,6 @@
 """Resident bytes: the cache, what its method adds to the model, and working memory, of an 8B
 model."""
 
-from __future__ import annotations
-
 import dataclasses
 from types import SimpleNamespace
 

@@ -1,8 +1,6 @@
 """The spec grammar: parse(str(spec)) == spec, one spelling per meaning, errors that list what is
 allowed."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
@@ -20,6 +18,8 @@ from kvq_jax.methods.innerq import InnerQ
 
 DIMS = CacheDims(4, 4, 2, 64, 256)
 ONE_LINE = r"\A[^\n]+\Z"
+MIXED = "k=kivi:bits=4+v=innerq+cache:sink=4,skip_layers=1"
+LARGE = "k=kvquant:outliers=1e-05+v=squat:lam=2.5e+300"
 
 
 Drawn = tuple[Method, dict[str, Any]]  # a method with its defaults, and the options to change
@@ -60,13 +60,8 @@ def method(default: Method) -> st.SearchStrategy[Drawn]:
 
 
 def methods(keys: bool = True) -> st.SearchStrategy[Drawn]:
-    return st.one_of(
-        [
-            method(default)
-            for default in kvq.methods.METHODS.values()
-            if keys or not default.keys_only
-        ]
-    )
+    chosen = (one for one in kvq.methods.METHODS.values() if keys or not one.keys_only)
+    return st.one_of(list(map(method, chosen)))
 
 
 def specs() -> st.SearchStrategy[tuple[Any, ...]]:
@@ -110,18 +105,12 @@ def test_a_name_alone_is_the_method_that_the_registry_has_under_it():
         ("k=kivi+v=kivi", "kivi"),
         ("v=kivi+k=innerq", "k=innerq+v=kivi"),
         ("kivi:skip_layers=3/0-1/2", "kivi:skip_layers=0-3"),
-        (
-            "k=kivi:bits=4+v=innerq+cache:sink=4,skip_layers=1",
-            "k=kivi:bits=4+v=innerq+cache:sink=4,skip_layers=1",
-        ),
+        (MIXED, MIXED),
         ("int4:subtract_bias=True,pre_rope=true", "int4:pre_rope=true,subtract_bias=true"),
         ("k=kivi+v=innerq+cache:subtract_bias=true", "k=kivi+v=innerq+cache:subtract_bias=true"),
         ("kivi:subtract_bias=false", "kivi"),
         ("k=squat:lam=1e16+v=kivi+cache:sink=4", "k=squat:lam=1e+16+v=kivi+cache:sink=4"),
-        (
-            "k=kvquant:outliers=1e-05+v=squat:lam=2.5e+300",
-            "k=kvquant:outliers=1e-05+v=squat:lam=2.5e+300",
-        ),
+        (LARGE, LARGE),
         ("innerq:total_bits=0,bits=3", "innerq:bits=3"),
     ],
 )

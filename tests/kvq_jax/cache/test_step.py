@@ -1,8 +1,6 @@
 """A step through the layers of somebody's model: where tokens stand, what is written, and what a
 caller is told in one line."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax
@@ -178,10 +176,7 @@ def refused(message: str, function: Any, *arguments: Any, **options: Any) -> Non
     [
         (
             "kvquant:outliers=0.05",
-            (
-                r"'kvquant:outliers=0.05' needs parameters for keys and values of layer 0:"
-                r" kvq.parameters.prepare\('kvquant"
-            ),
+            r"'kvquant:outliers=0.05' needs .* of layer 0: kvq.parameters.prepare\('kvquant",
         ),
         (
             "k=kvquant:outliers=0.05+v=int4+cache:sink=1,recent=0,block=32,skip_layers=0",
@@ -234,32 +229,15 @@ def test_arrays_of_other_shapes_are_refused_by_name(
     annotations, if these are checked."""
     rows, _ = given([0, 0], 8)
     step = kvq.begin(new(), 8, prefill=True)
-    refused(
-        message,
-        kvq.append_and_attend,
-        step,
-        **(rows | {name: jnp.zeros(shape) for name, shape in shapes.items()}),
-    )
+    given_rows = rows | {name: jnp.zeros(shape) for name, shape in shapes.items()}
+    refused(message, kvq.append_and_attend, step, **given_rows)
 
 
 def test_steps_that_do_not_fit_the_cache_are_refused():
     refused("tokens=0 must be at least 1", kvq.begin, new(), 0, prefill=True)
-    refused(
-        r"lengths must be \[2\], got shape \(3,\)",
-        kvq.begin,
-        new(),
-        1,
-        jnp.ones(3, jnp.int32),
-        prefill=True,
-    )
-    refused(
-        "an entry for each of the 2 layers, got 1",
-        kvq.begin,
-        new(),
-        1,
-        prefill=True,
-        parameters=[((), ())],
-    )
+    three, options = jnp.ones(3, jnp.int32), {"prefill": True, "parameters": [((), ())]}
+    refused(r"must be \[2\], got shape \(3,\)", kvq.begin, new(), 1, three, prefill=True)
+    refused("an entry for each of the 2 layers, got 1", kvq.begin, new(), 1, **options)
 
 
 def test_layers_are_run_once_and_all_of_them():
@@ -268,17 +246,6 @@ def test_layers_are_run_once_and_all_of_them():
     _, step = kvq.append_and_attend(step, **rows)
     refused("went through 1 of 2 layers", kvq.finish, step)
     _, step = kvq.append_and_attend(step, **rows)
-    refused(
-        "the cache has 2 layers, and the step went through all of them",
-        kvq.append_and_attend,
-        step,
-        **rows,
-    )
-    refused(
-        "2 new tokens in one step",
-        through,
-        new("kivi:bits=4", 512),
-        [0, 0],
-        2,
-        implementation="pallas",
-    )
+    refused("2 layers, and the step went through all of", kvq.append_and_attend, step, **rows)
+    large, options = new("kivi:bits=4", 512), {"implementation": "pallas"}
+    refused("2 new tokens in one step", through, large, [0, 0], 2, **options)

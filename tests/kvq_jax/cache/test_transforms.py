@@ -1,7 +1,5 @@
 """Layers under vmap, and compiled as users compile them. (test_step.py scans whole steps.)"""
 
-from __future__ import annotations
-
 import functools
 
 import jax

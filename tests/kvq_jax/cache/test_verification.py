@@ -1,8 +1,6 @@
 """Damage in live memory is found wherever something does not change any more, and nothing else is
 taken for damage."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax
@@ -40,9 +38,8 @@ def flipped(
         array.view(f"uint{8 * array.dtype.itemsize}")[index] ^= 1 << (4 * array.dtype.itemsize)
         return jnp.asarray(array)
 
-    state = jax.tree_util.tree_map_with_path(flip, cache.layers[layer])
     layers = list(cache.layers)
-    layers[layer] = state
+    layers[layer] = jax.tree_util.tree_map_with_path(flip, layers[layer])
     return dataclasses.replace(cache, layers=tuple(layers))
 
 

@@ -1,7 +1,5 @@
 """Caches whose layers have sliding windows: their bytes, and every operation on them."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

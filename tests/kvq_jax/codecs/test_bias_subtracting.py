@@ -1,8 +1,6 @@
 """subtract_bias=true: codes do not know the keys' bias, scores have its exact share, and what is
 missing is named."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax.numpy as jnp

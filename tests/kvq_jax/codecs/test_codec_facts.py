@@ -1,7 +1,5 @@
 """A codec's facts are true, for every method of the table."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any

@@ -1,8 +1,6 @@
 """Laws that every codec of the table obeys: wrappers forward, degenerate entries stay in their
 token, and what happens to rows that are quantized again is a declared fact."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

@@ -1,8 +1,6 @@
 """rotate=true: what is quantized are rotated rows, attention is that of the rows themselves, and
 nothing changes where it is off."""
 
-from __future__ import annotations
-
 import hashlib
 
 import jax.numpy as jnp

@@ -1,8 +1,6 @@
 """Rows of any size: what is stored of scales has two ends, and `kvq.size.overflowed` tells of
 both."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any

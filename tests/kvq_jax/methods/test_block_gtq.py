@@ -1,20 +1,18 @@
 """Block-GTQ against NumPy that follows its equations: energies, widths, groups."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kvq_jax as kvq
 from kvq_jax.arrays.reverse_water_filling import allocate
 from kvq_jax.arrays.rotations import rotation
-from kvq_jax.codecs.codec import Side, TokensAt
+from kvq_jax.codecs.codec import Side
 from kvq_jax.methods.block_gtq.method import ERRORS
 from kvq_jax.methods.turboquant.levels import sphere_levels
+from tests.kvq_jax.methods.equations import assert_nearly_all_agree, read_back
 
 HEADS, TOKENS, H = 2, 32, 16
 DIMS = kvq.CacheDims(1, 4, HEADS, H, 64)
@@ -65,10 +63,8 @@ def test_energies_and_groups_are_what_the_equations_say(side: Side):
     assert np.abs(params["energies"] / -np.sort(-energies_of(keys, 0 * queries)) - 1).max() > 0.1
 
     codec = getattr(kvq.parse(SPEC).layer(0, DIMS, TOKENS, "float32"), side)
-    arrays = {name: jnp.asarray(a) for name, a in params.items()} if side == "k" else ()
     x = uneven(3, HEADS)
-    at = TokensAt(jnp.arange(TOKENS)[None], prefill=True)
-    read = codec.dequantize(arrays, (), codec.quantize(arrays, (), jnp.asarray(x[None]), at))
+    read = read_back(codec, params if side == "k" else {}, x)
     wanted = np.empty(x.shape)
     for head in range(HEADS):
         ranked = np.argsort(-energies[head])
@@ -77,8 +73,7 @@ def test_energies_and_groups_are_what_the_equations_say(side: Side):
             both = [pairs, pairs + H // 2]
             channels = np.stack(both, axis=1).ravel() if side == "k" else np.concatenate(both)
             wanted[head][:, channels] = turbo(x[head][:, channels].astype(np.float64), bits)
-    off = np.abs(np.asarray(read)[0] - wanted).max(axis=-1) > 1e-4 * np.abs(x).max()
-    assert off.mean() <= 0.02, f"{off.mean():.2f} of the tokens differ"
+    assert_nearly_all_agree(read, wanted, 1e-4 * np.abs(x).max())
     assert np.abs(wanted - x).max() > 0.1, "exact rows would pass"
 
 
@@ -104,12 +99,10 @@ def test_keys_of_large_pairs_get_more_bits_and_err_less():
     widths = str(dataclasses.asdict(fitted)["k_widths"])
     assert sum(map(int, widths)) == 8, widths
     assert widths != "2222", "one width for all pairs"
-    arrays = {name: jnp.asarray(array) for name, array in params.items()}
-    at, errors = TokensAt(jnp.arange(TOKENS)[None], prefill=True), []
+    errors = []
     for text in (f"{spec},k_widths={widths}", f"{spec},k_widths=2222"):
         codec = kvq.parse(text).layer(0, DIMS, TOKENS, "float32").k
-        read = codec.dequantize(arrays, (), codec.quantize(arrays, (), jnp.asarray(keys[None]), at))
-        away = np.repeat(np.asarray(read)[0] - keys, 2, axis=0)
+        away = np.repeat(read_back(codec, params, keys) - keys, 2, axis=0)
         errors.append(np.abs(np.einsum("nth,nsh->nts", queries, away)).mean())
     assert errors[0] < 0.9 * errors[1], errors
 

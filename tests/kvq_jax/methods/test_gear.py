@@ -1,9 +1,8 @@
 """GEAR against what its public code's functions return for the same numbers (a slice in
 tests/golden/), and what ours does otherwise."""
 
-from __future__ import annotations
-
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +21,8 @@ TOKENS, CHANNELS = 128, 64
 # heads of the file's inputs: outliers of values are chosen over all of them, and the file has the
 # results of the first
 HEADS = {"k": 1, "v": 4}
-OF_PUBLIC_CODE = (
-    2  # outliers on each side: 2 % of the KV width of 256, halved, for keys and values alike
-)
+# outliers on each side: 2 % of the KV width of 256, halved, for keys and values alike
+OF_PUBLIC_CODE = 2
 
 find_factors = jax.jit(low_rank.factors, static_argnums=2)
 
@@ -39,14 +37,13 @@ def codec(side: str, bits: int, outliers: bool) -> GearCodec:
     axis = "tokens" if side == "k" else "channels"
     slots = 2 * OF_PUBLIC_CODE * (HEADS[side] * CHANNELS if side == "k" else TOKENS)
     pool = Pool(TOKENS, slots, overflows=False) if outliers else None
-    return GearCodec(
-        side,
-        GroupFormat(bits, "asym", axis, 64, CHANNELS, TOKENS, "float32"),
-        2,
-        3,
-        OF_PUBLIC_CODE,
-        pool,
-    )
+    format = GroupFormat(bits, "asym", axis, 64, CHANNELS, TOKENS, "float32")
+    return GearCodec(side, format, 2, 3, OF_PUBLIC_CODE, pool)
+
+
+def grouped(x: Any, format: GroupFormat) -> np.ndarray:
+    """Return rows as groups alone would read them."""
+    return np.asarray(grouped_array.dequantize(grouped_array.quantize(jnp.asarray(x), format)))
 
 
 @pytest.mark.parametrize("bits", [2, 4])
@@ -54,11 +51,7 @@ def codec(side: str, bits: int, outliers: bool) -> GearCodec:
 def test_codes_and_low_rank_products_are_those_of_the_public_code(side: str, bits: int):
     data = golden("gear")
     x = data[side.upper()][:, :1]
-    dense = np.asarray(
-        grouped_array.dequantize(
-            grouped_array.quantize(jnp.asarray(x), codec(side, bits, outliers=False).format)
-        )
-    )
+    dense = grouped(x, codec(side, bits, outliers=False).format)
     if bits == 2:
         compare_numbers(dense, data[f"{side}_kivi_deq_b2"])
     start, wanted = data[f"p0_b{bits}_r2"], data[f"{side}_lowrank_b{bits}_r2"]
@@ -79,18 +72,12 @@ def test_outliers_are_those_of_the_public_code(side: str):
     assert (count == 2 * OF_PUBLIC_CODE).all()
     theirs, first = data[f"{side}out_gear_deq_b4_r2"], (slice(None), slice(1))
     means = own._means(jnp.asarray(x))
-    dense = np.asarray(
-        grouped_array.dequantize(grouped_array.quantize(jnp.where(mask, means, x), own.format))
-    )
-    without = np.where(mask, x, dense)
-    np.testing.assert_allclose(
-        without[first], data[f"{side}_outlier_deq_b4"], rtol=2e-3, atol=2e-3
-    )  # the file holds float16
-    plain = np.asarray(grouped_array.dequantize(grouped_array.quantize(jnp.asarray(x), own.format)))
-    assert np.abs(np.where(mask, x, plain)[first] - data[f"{side}_outlier_deq_b4"]).max() > 0.1, (
-        "ranges with the outliers would pass"
-    )
-    found = product(x[first] - data[f"{side}_outlier_deq_b4"].astype(np.float32), data["p0_b4_r2"])
+    without = np.where(mask, x, grouped(jnp.where(mask, means, x), own.format))
+    wanted = data[f"{side}_outlier_deq_b4"]  # in float16
+    np.testing.assert_allclose(without[first], wanted, rtol=2e-3, atol=2e-3)
+    plain = np.where(mask, x, grouped(x, own.format))
+    assert np.abs(plain[first] - wanted).max() > 0.1, "ranges with the outliers would pass"
+    found = product(x[first] - wanted.astype(np.float32), data["p0_b4_r2"])
     np.testing.assert_allclose(found, data[f"{side}out_lowrank_b4_r2"], atol=1e-5)
 
     body = own.quantize((), (), jnp.asarray(x), PROMPT)
@@ -135,18 +122,13 @@ def test_without_a_product_and_outliers_it_is_kivi():
 
 
 def test_a_fraction_of_the_tokens_and_not_of_the_width_are_outliers():
-    plan = kvq.cache.layout("gear:outliers=0.1", kvq.CacheDims(1, 8, 8, 128, 1024), 1, 256).plans[0]
+    spec, dims = "gear:outliers=0.1", kvq.CacheDims(1, 8, 8, 128, 1024)
+    (plan,) = kvq.cache.layout(spec, dims, 1, 256).plans
     assert isinstance(plan.k, GearCodec)
     assert plan.k.per_side == 3, "of 64 tokens"
     assert plan.v.facts.outlier_slots(8) == 2 * 51, "of 1024 entries of a token"
-    assert kvq.size.outlier_fraction(
-        "gear:outliers=0.1", kvq.CacheDims(1, 8, 8, 128, 1024)
-    ) == pytest.approx(0.0967, abs=1e-3)
-    body = plan.k.quantize(
-        (),
-        (),
-        jnp.asarray(np.random.default_rng(0).normal(size=(1, 8, 64, 128)), jnp.float32),
-        PROMPT,
-    )
+    assert kvq.size.outlier_fraction(spec, dims) == pytest.approx(0.0967, abs=1e-3)
+    rows = np.random.default_rng(0).normal(size=(1, 8, 64, 128)).astype(np.float32)
+    body = plan.k.quantize((), (), jnp.asarray(rows), PROMPT)
     kept, dropped = sparse_outliers.counts(body.outliers)
     assert (int(kept[0, 0]), int(dropped[0, 0])) == (2 * 3 * 8 * 128, 0)

@@ -6,8 +6,6 @@ elsewhere. InnerQ's public code counts the sign of symmetric and hybrid codes: i
 1.
 """
 
-from __future__ import annotations
-
 import functools
 import pathlib
 

@@ -1,8 +1,6 @@
 """Calibration: levels no worse than scikit-learn's k-means, thresholds and ranges as defined, bad
 activations refused."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from sklearn.cluster import KMeans

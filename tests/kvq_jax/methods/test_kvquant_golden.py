@@ -2,8 +2,6 @@
 tests/golden/): 48 tokens of 128 channels, keys with given thresholds, values with those of each
 token."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 import pytest

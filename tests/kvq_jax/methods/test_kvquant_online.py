@@ -1,8 +1,6 @@
 """KVQuant's ranges and thresholds of channels from each sequence's own prompt (Table 14, online):
 what they are, and where they serve."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 

@@ -1,8 +1,6 @@
 """No program of any method gives LAPACK a batch: threads of JAX 0.10 may wait for each other's
 parts for ever (docs/decisions/methods.md)."""
 
-from __future__ import annotations
-
 import math
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """What each method's numbers cost, pinned in both directions, and how many bits it stores."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

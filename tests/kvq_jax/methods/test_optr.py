@@ -1,16 +1,22 @@
 """OptR against NumPy that follows its equations: the losses, the choice of rotations, the body."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kvq_jax as kvq
 from kvq_jax.arrays.rotations import rotation
-from kvq_jax.codecs.codec import Side, TokensAt
+from kvq_jax.codecs.codec import Side
 from kvq_jax.codecs.learning import LayerTrace
 from kvq_jax.methods.optr import fit
+from tests.float64 import softmax
+from tests.kvq_jax.methods.equations import (
+    assert_nearly_all_agree,
+    body_of,
+    clipped,
+    read_back,
+    rounded,
+)
 
 HEADS, READERS, TOKENS, WINDOW, H, D, SINK = 2, 2, 40, 8, 16, 24, 3
 DIMS = kvq.CacheDims(1, HEADS * READERS, HEADS, H, D)
@@ -32,21 +38,9 @@ def trace(texts: int = 4) -> LayerTrace:
     return LayerTrace(k + 2 * size, v, q, moments.astype(np.float32), output, H**-0.5, SINK)
 
 
-def rounded(rows: np.ndarray, turn: np.ndarray, kept: float) -> np.ndarray:
+def coded(rows: np.ndarray, turn: np.ndarray, kept: float) -> np.ndarray:
     """Return what rows [T, H] read as: rotated, clipped, four levels for each 8 channels."""
-    turned, read = rows @ turn, np.empty_like(rows @ turn)
-    for t, row in enumerate(turned):
-        most = np.sort(np.abs(row))[int(kept * H)]
-        for start in range(0, H, 8):
-            part = row[start : start + 8].clip(-most, most)
-            step = (part.max() - part.min()) / 3
-            read[t, start : start + 8] = np.round((part - part.min()) / step) * step + part.min()
-    return read @ turn.T
-
-
-def softmax(scores: np.ndarray) -> np.ndarray:
-    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    return weights / weights.sum(axis=-1, keepdims=True)
+    return rounded(clipped(rows @ turn, kept), 1, group=8) @ turn.T
 
 
 def losses(layer: LayerTrace, texts: slice, k_turn: np.ndarray, v_turn: np.ndarray) -> np.ndarray:
@@ -60,8 +54,8 @@ def losses(layer: LayerTrace, texts: slice, k_turn: np.ndarray, v_turn: np.ndarr
             v = layer.values[s, :, head].astype(np.float64)
             inside = slice(SINK, TOKENS - WINDOW)
             k_read, v_read = k.copy(), v.copy()
-            k_read[inside] = rounded(k, k_turn[head], 0.96)[inside]
-            v_read[inside] = rounded(v, v_turn[head], 0.92)[inside]
+            k_read[inside] = coded(k, k_turn[head], 0.96)[inside]
+            v_read[inside] = coded(v, v_turn[head], 0.92)[inside]
             for reader in range(HEADS * READERS)[head * READERS : (head + 1) * READERS]:
                 output = layer.output[reader * H : (reader + 1) * H]
                 for w in range(WINDOW):
@@ -136,21 +130,18 @@ def test_bodies_hold_rows_without_their_mean_and_scores_have_it(side: Side):
     layer = trace()
     codec = getattr(kvq.parse(f"{SPEC},steps=1").layer(0, DIMS, TOKENS, "float32"), side)
     learned = codec.learning.fit_to_layer(layer)
-    params = {name: jnp.asarray(array) for name, array in learned.items()}
-    rows = np.moveaxis(layer.keys if side == "k" else layer.values, 2, 1)[:1]
-    at = TokensAt(jnp.arange(TOKENS)[None], prefill=True)
-    body = codec.quantize(params, (), jnp.asarray(rows), at)
-    read = np.asarray(codec.dequantize(params, (), body))[0]
+    rows = np.moveaxis(layer.keys if side == "k" else layer.values, 2, 1)[0]
+    read = read_back(codec, learned, rows)
     for head in range(HEADS):
         mean = learned["mean"][head] if side == "k" else 0
         kept = {"k": 0.96, "v": 0.92}[side]
-        wanted = rounded((rows[0, head] - mean).astype(np.float64), learned["turn"][head], kept)
-        off = np.abs(read[head] - wanted - mean).max(axis=-1) > 1e-3
-        assert off.mean() <= 0.05, f"{off.mean():.2f} of the tokens differ"
+        wanted = coded((rows[head] - mean).astype(np.float64), learned["turn"][head], kept)
+        assert_nearly_all_agree(read[head], wanted + mean, 1e-3, share=0.05)
     if side == "k":
+        params, body = body_of(codec, learned, rows)
         q = np.random.default_rng(1).normal(size=(1, HEADS, 3, H)).astype(np.float32)
         query = codec.query(params, (), jnp.asarray(q))
-        scores = codec.scores(params, (), query, body, at.positions, None)
+        scores = codec.scores(params, (), query, body, jnp.arange(TOKENS)[None], None)
         exact = np.einsum("bkrh,kch->bkrc", q, read)
         np.testing.assert_allclose(scores, exact, rtol=1e-4, atol=1e-3)
         without = np.einsum("bkrh,kch->bkrc", q, read - learned["mean"][:, None])

@@ -1,15 +1,13 @@
 """OSCAR against NumPy that follows its equations, and the rotation that its calibration gives."""
 
-from __future__ import annotations
-
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kvq_jax as kvq
 from kvq_jax.arrays.rotations import rotation
-from kvq_jax.codecs.codec import Side, TokensAt
+from kvq_jax.codecs.codec import Side
 from kvq_jax.methods.oscar_spectral.codec import spectral_turn
+from tests.kvq_jax.methods.equations import assert_nearly_all_agree, clipped, read_back, rounded
 
 HEADS, TOKENS, H = 2, 32, 16
 DIMS = kvq.CacheDims(1, 4, HEADS, H, 64)
@@ -28,17 +26,9 @@ def eigenvectors(moment: np.ndarray) -> np.ndarray:
     return np.linalg.svd(moment)[0]
 
 
-def rounded(turned: np.ndarray, kept: float) -> np.ndarray:
-    """Clip each token [..., H] and round it in groups of 8 channels to four levels."""
-    read = np.empty_like(turned)
-    for index in np.ndindex(turned.shape[:-1]):
-        most = np.sort(np.abs(turned[index]))[int(kept * H)]
-        for start in range(0, H, 8):
-            part = turned[index][start : start + 8].clip(-most, most)
-            step = (part.max() - part.min()) / 3
-            read[index][start : start + 8] = np.round((part - part.min()) / step) * step
-            read[index][start : start + 8] += part.min()
-    return read
+def coded(rows: np.ndarray, turn: np.ndarray, kept: float) -> np.ndarray:
+    """Return what rows [K, T, H] read as: rotated, clipped, four levels for each 8 channels."""
+    return rounded(clipped(rows @ turn, kept), 2, group=8) @ np.swapaxes(turn, 1, 2)
 
 
 @pytest.mark.parametrize("side", ["k", "v"])
@@ -59,16 +49,11 @@ def test_calibration_and_body_are_what_the_equations_say(side: Side):
     plain = np.einsum("khe,khe->ke", undone, eigenvectors(np.swapaxes(rows, 1, 2) @ rows))
     assert np.abs(plain)[:, strongest].min() < 0.9, "the plain moment of rows would pass"
 
-    plan = kvq.parse(SPEC).layer(0, DIMS, TOKENS, "float32")
-    codec, params = getattr(plan, side), {"turn": jnp.asarray(turn)}
-    at = TokensAt(jnp.arange(TOKENS)[None], prefill=True)
-    body = codec.quantize(params, (), jnp.asarray(rows[None], jnp.float32), at)
-    read = np.asarray(codec.dequantize(params, (), body))[0]
-    kept = {"k": 0.96, "v": 0.92}[side]
-    wanted = rounded(rows @ turn, kept) @ np.swapaxes(turn, 1, 2)
-    off = np.abs(read - wanted).max(axis=-1) > 1e-4 * np.abs(rows).max()
-    assert off.mean() <= 0.05, f"{off.mean():.2f} of the tokens differ"
-    other = rounded(rows @ turn, 0.8) @ np.swapaxes(turn, 1, 2)
+    codec = getattr(kvq.parse(SPEC).layer(0, DIMS, TOKENS, "float32"), side)
+    wanted = coded(rows, turn, {"k": 0.96, "v": 0.92}[side])
+    read = read_back(codec, {"turn": turn}, rows)
+    assert_nearly_all_agree(read, wanted, 1e-4 * np.abs(rows).max(), share=0.05)
+    other = coded(rows, turn, 0.8)
     assert (np.abs(other - wanted).max(axis=-1) > 1e-3).mean() > 0.5, "any clipping would pass"
 
 

@@ -1,15 +1,14 @@
 """Product quantization against NumPy that follows its equations, its tables, and its codebooks."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kvq_jax as kvq
-from kvq_jax.codecs.codec import Codec, TokensAt
+from kvq_jax.codecs.codec import Codec
 from kvq_jax.methods.pq.codec import LOOKED_UP
 from kvq_jax.methods.pq.fit import k_means
+from tests.kvq_jax.methods.equations import body_of, read_back
 
 HEADS, TOKENS, H, D = 2, 32, 16, 4
 DIMS = kvq.CacheDims(1, 4, HEADS, H, 64)
@@ -37,10 +36,7 @@ def test_codes_name_the_codeword_that_the_gradients_find_nearest():
     params = learned()
     codec = kvq.parse(SPEC).layer(0, DIMS, TOKENS, "float32").k
     x, slopes = gathered(3), gathered(2, 200).astype(np.float64)
-    arrays = {name: jnp.asarray(array) for name, array in params.items()}
-    at = TokensAt(jnp.arange(TOKENS)[None], prefill=True)
-    body = codec.quantize(arrays, (), jnp.asarray(x[None]), at)
-    read = np.asarray(codec.dequantize(arrays, (), body))[0]
+    read = read_back(codec, params, x)
     wanted, plain = np.empty_like(x), np.empty_like(x)
     for head in range(HEADS):
         for group, channels in enumerate(GROUPS):
@@ -57,10 +53,9 @@ def test_codes_name_the_codeword_that_the_gradients_find_nearest():
 
 
 def test_tables_give_the_scores_of_dequantized_keys():
-    params = {name: jnp.asarray(array) for name, array in learned().items()}
     codec = kvq.parse(SPEC).layer(0, DIMS, TOKENS, "float32").k
-    at = TokensAt(jnp.arange(TOKENS)[None], prefill=True)
-    body = codec.quantize(params, (), jnp.asarray(gathered(4)[None]), at)
+    params, body = body_of(codec, learned(), gathered(4))
+    positions = jnp.arange(TOKENS)[None]
     q = np.random.default_rng(5).normal(size=(1, HEADS, LOOKED_UP + 1, H)).astype(np.float32)
     few, many = (codec.query(params, (), jnp.asarray(q[:, :, rows:])) for rows in (1, 0))
     assert few.shape == (1, HEADS, LOOKED_UP, H // D, 16), "few rows make a table"
@@ -68,9 +63,9 @@ def test_tables_give_the_scores_of_dequantized_keys():
     read = np.asarray(codec.dequantize(params, (), body), np.float64)
     exact = np.einsum("bkrh,bkch->bkrc", q, read)
     for query, wanted in ((few, exact[:, :, 1:]), (many, exact)):
-        scores = codec.scores(params, (), query, body, at.positions, None)
+        scores = codec.scores(params, (), query, body, positions, None)
         np.testing.assert_allclose(scores, wanted, rtol=1e-4, atol=1e-3)
-    wrong = Codec.scores(codec, params, (), jnp.asarray(q[:, ::-1]), body, at.positions, None)
+    wrong = Codec.scores(codec, params, (), jnp.asarray(q[:, ::-1]), body, positions, None)
     assert np.abs(wrong - exact).max() > 1, "any keys would pass"
 
 

@@ -1,8 +1,6 @@
 """One table over all methods: options that fit no cache, or not this model, are refused in one line
 that says what is wrong and what is allowed."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,8 +1,6 @@
 """SQuat adds to KIVI a subspace of the prompt's queries, options and presets. Its corrections
 are in test_squat_corrections.py."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

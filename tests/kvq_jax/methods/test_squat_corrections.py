@@ -1,8 +1,6 @@
 """SQuat's corrections of uncoded channels, in float64 by other means: least squares and the paper's
 lemmas."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 import pytest

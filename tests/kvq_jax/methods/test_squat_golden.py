@@ -3,8 +3,6 @@ tests/golden/): one KV head and 64 of its keys. In place of its 512 queries stan
 factor, Q^T Q = R^T R, whose rows have the same singular values and directions.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax.numpy as jnp

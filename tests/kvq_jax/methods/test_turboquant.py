@@ -1,8 +1,6 @@
 """TurboQuant: its levels are optimal for the sphere's coordinates, and its body is what the
 equations say."""
 
-from __future__ import annotations
-
 import itertools
 
 import jax.numpy as jnp

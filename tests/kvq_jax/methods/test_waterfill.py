@@ -1,11 +1,8 @@
 """Waterfill against a version in plain NumPy, and what its calibration and its widths promise."""
 
-from __future__ import annotations
-
 import itertools
 import math
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -16,7 +13,7 @@ from kvq_jax.cache.cache import CacheDims
 from kvq_jax.codecs.runs import RunsCodec
 from kvq_jax.methods.waterfill import Waterfill, fit
 from kvq_jax.methods.waterfill.codec import EigenKeyCodec, KeyCodec, ValueCodec
-from tests.kvq_jax.origins import PROMPT
+from tests.kvq_jax.methods.equations import read_back
 
 HEADS, WIDTH, TOKENS, BLOCK = 2, 16, 64, 32
 WIDTHS = (6, 3, 1, 0)
@@ -62,9 +59,7 @@ def spiked(rows: np.ndarray) -> np.ndarray:
 
 def stored_rows(codec: RunsCodec, params: dict[str, np.ndarray], rows: np.ndarray) -> np.ndarray:
     """Return the rows [TOKENS, K, H] that the codec's body gives back."""
-    given = {name: jnp.asarray(array) for name, array in params.items()}
-    body = codec.quantize(given, (), jnp.asarray(np.moveaxis(rows, 0, 1))[None], PROMPT)
-    return np.moveaxis(np.asarray(codec.dequantize(given, (), body))[0], 0, 1)
+    return np.moveaxis(read_back(codec, params, np.moveaxis(rows, 0, 1)), 0, 1)
 
 
 def same(found: np.ndarray, wanted: np.ndarray) -> bool:
@@ -93,26 +88,20 @@ def test_keys_equal_the_numpy_version():
     )
 
 
-def in_an_eigenbasis(rows: np.ndarray, params: dict[str, np.ndarray]) -> np.ndarray:
-    """Return the rows that the codes stand for, in NumPy."""
-    wanted = np.empty(rows.shape)
-    for head in range(HEADS):
-        u = (rows[:, head].astype(np.float64) - params["mean"][head]) @ params["analysis"][head]
-        wanted[:, head] = (
-            decoded_in_numpy(u, WIDTHS) @ params["synthesis"][head] + params["mean"][head]
-        )
-    return wanted
-
-
-def test_values_equal_the_numpy_version():
+@pytest.mark.parametrize("kind", [ValueCodec, EigenKeyCodec])
+def test_rows_in_an_eigenbasis_equal_the_numpy_version(kind: type[RunsCodec]):
     rows = correlated(3)
     params = fit.eigenbasis(rows, correlated(4))
-    rows = spiked(rows)
-    wanted = in_an_eigenbasis(rows, params)
-    codec = ValueCodec(RunFormat(WIDTH, BLOCK, WIDTHS))
+    rows, codec = spiked(rows), kind(RunFormat(WIDTH, BLOCK, WIDTHS))
+    wanted = np.empty(rows.shape)
+    for head in range(HEADS):
+        mean, synthesis = params["mean"][head], params["synthesis"][head]
+        u = (rows[:, head].astype(np.float64) - mean) @ params["analysis"][head]
+        wanted[:, head] = decoded_in_numpy(u, WIDTHS) @ synthesis + mean
     assert same(stored_rows(codec, params, rows), wanted)
-    turned = params | {"synthesis": params["synthesis"][:, ::-1]}
-    assert not same(stored_rows(codec, turned, rows), wanted), "another basis gives the same rows"
+    for other in ({"synthesis": params["synthesis"][:, ::-1]}, {"mean": params["mean"] + 1}):
+        assert not same(stored_rows(codec, params | other, rows), wanted), f"other {other.keys()}"
+    assert codec.facts.form == ("before_rope" if kind is EigenKeyCodec else "vectors")
 
 
 def test_pairs_are_sorted_by_their_fisher_information_and_have_a_variance_of_one():
@@ -120,25 +109,18 @@ def test_pairs_are_sorted_by_their_fisher_information_and_have_a_variance_of_one
     params = fit.keys(rows, gradients)
     u = (rows - params["mean"]) / params["scale"]
     half = WIDTH // 2
-    np.testing.assert_allclose(
-        (u[..., :half] ** 2 + u[..., half:] ** 2).mean(axis=0) / 2, 1, rtol=1e-4
-    )
-    centred = rows - rows.mean(axis=0)
+
+    def of_pairs(x: np.ndarray) -> np.ndarray:
+        """Return the mean square of each head's pairs of channels, [K, H / 2]."""
+        return (x[..., :half] ** 2 + x[..., half:] ** 2).mean(axis=0) / 2
+
+    np.testing.assert_allclose(of_pairs(u), 1, rtol=1e-4)
+    energies = of_pairs(rows - rows.mean(axis=0)) * of_pairs(gradients)
+    np.testing.assert_allclose(params["energies"], -np.sort(-energies), rtol=1e-4)
+    first, second = np.split(params["place"], 2, axis=-1)
+    np.testing.assert_array_equal(second - first, 1, "the channels of a pair are apart")
     for head in range(HEADS):
-        energies = [
-            (centred[:, head, [i, i + half]] ** 2).mean()
-            * (gradients[:, head, [i, i + half]] ** 2).mean()
-            for i in range(half)
-        ]
-        np.testing.assert_allclose(
-            params["energies"][head], sorted(energies, reverse=True), rtol=1e-4
-        )
         np.testing.assert_array_equal(np.sort(params["place"][head]), np.arange(WIDTH))
-        np.testing.assert_array_equal(
-            params["place"][head, half:] - params["place"][head, :half],
-            1,
-            "the channels of a pair are apart",
-        )
 
 
 def test_the_eigenbasis_of_values_makes_errors_of_channels_cost_what_their_energies_say():
@@ -207,18 +189,6 @@ def test_a_calibration_decides_the_widths_that_a_spec_leaves_open():
     assert fitted.fitted({"k": [flat] * 3, "v": [flat] * 3}, dims) == fitted, (
         "widths that a spec gives stay"
     )
-
-
-def test_keys_in_an_eigenbasis_equal_the_numpy_version():
-    rows = correlated(12)
-    params = fit.eigenbasis(rows, correlated(13))
-    rows = spiked(rows)
-    wanted = in_an_eigenbasis(rows, params)
-    codec = EigenKeyCodec(RunFormat(WIDTH, BLOCK, WIDTHS))
-    assert codec.pre_rope, "means belong to keys before RoPE"
-    assert same(stored_rows(codec, params, rows), wanted)
-    other = params | {"mean": params["mean"] + 1}
-    assert not same(stored_rows(codec, other, rows), wanted), "another mean gives the same rows"
 
 
 def test_the_sides_of_a_layer_share_their_bits_if_keys_have_an_eigenbasis():

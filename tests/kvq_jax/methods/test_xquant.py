@@ -1,8 +1,6 @@
 """XQuant and XQuant-CL beyond the laws of the method table: the arithmetic against a plain NumPy
 reading, and the carry."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
@@ -54,24 +52,15 @@ def plain_xquant(
 
 
 def plain_cross_layer(
-    x: np.ndarray,
-    wk: np.ndarray,
-    wv: np.ndarray,
-    bits: int,
-    base: int,
-    base_bits: int,
-    group: int,
-    latent: bool,
+    x: np.ndarray, wk: np.ndarray, wv: np.ndarray, bits: int, group: int, base: int, latent: bool
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return (K before RoPE, V) of every layer from the base on; x [L, T, D]."""
-    hat, found = quantized(x[base], base_bits, group, 1), []
+    """Return (K before RoPE, V) of every layer from the base on, which has 4 bits; x [L, T, D]."""
+    hat, found = quantized(x[base], 4, group, 1), []
     for i in range(base, len(x)):
         if i > base:
-            basis = (
-                svd(np.concatenate([wk[i], wv[i]], axis=1))[0]
-                if latent
-                else np.eye(x.shape[-1], dtype=np.float32)
-            )
+            basis = np.eye(x.shape[-1], dtype=np.float32)
+            if latent:
+                basis = svd(np.concatenate([wk[i], wv[i]], axis=1))[0]
             hat = hat + quantized((x[i] - hat) @ basis, bits, group, 1) @ basis.T
         found.append((hat @ wk[i], hat @ wv[i]))
     return found
@@ -109,23 +98,14 @@ def round_trips(
     )  # angle 0: keys come back as they were before RoPE
     positions = jnp.arange(tokens, dtype=jnp.int32)[None]
     nothing, q = (
-        jnp.zeros((1, heads, tokens, dims.head_dim)),
-        jnp.zeros((1, dims.num_attention_heads, tokens, dims.head_dim)),
+        jnp.zeros((1, count, tokens, dims.head_dim)) for count in (heads, dims.num_attention_heads)
     )
+    rows = dict(q_pre=None, q_rot=q, k_pre=None, k_rot=nothing, v=nothing)
+    rows |= dict(positions=positions, valid=positions >= 0, rope=still)
     carry: Any = ()
     found = []
     for i, plan in enumerate(plans):
-        inputs = kvq.types.LayerInputs(
-            jnp.asarray(x[i])[None],
-            None,
-            q,
-            None,
-            nothing,
-            nothing,
-            positions,
-            positions >= 0,
-            still,
-        )
+        inputs = kvq.types.LayerInputs(jnp.asarray(x[i])[None], **rows)
         own = plan.from_weights(weights_of(wk[i], wv[i]))
         k, v, carry = kvq.cache.roundtrip_layer(spec, inputs, own, i, carry)
         found.append(tuple(np.asarray(jnp.swapaxes(a, 1, 2)).reshape(tokens, -1) for a in (k, v)))
@@ -154,9 +134,8 @@ def test_xquant_is_the_plain_reading(bits: int, latent: bool):
         wanted = plain_xquant(x[i], wk[i], wv[i], bits, 16, latent)
         for name, one, other in zip("kv", found[i], wanted, strict=True):
             assert nearly_all_agree(one, other), f"layer {i}, {name}: {worst(one, other):.1e}"
-            assert not nearly_all_agree(
-                one, plain_xquant(x[i], wk[i], wv[i], bits, 8, latent)["kv".index(name)]
-            ), "other groups pass"
+            others = plain_xquant(x[i], wk[i], wv[i], bits, 8, latent)
+            assert not nearly_all_agree(one, others["kv".index(name)]), "other groups pass"
 
 
 @pytest.mark.parametrize("latent", [False, True], ids=["x", "latent"])
@@ -165,7 +144,7 @@ def test_xquant_cl_is_the_plain_reading(bits: int, base: int, latent: bool):
     x, wk, wv = layers()
     spec = f"xquant_cl:bits={bits},base_layer={base},group_size=16,latent={str(latent).lower()}"
     found = round_trips(spec, DIMS, x, wk, wv)
-    wanted = plain_cross_layer(x, wk, wv, bits, base, 4, 16, latent)
+    wanted = plain_cross_layer(x, wk, wv, bits, 16, base, latent)
     for i, pair in enumerate(wanted, start=base):
         for name, one, other in zip("kv", found[i], pair, strict=True):
             assert nearly_all_agree(one, other), f"layer {i}, {name}: {worst(one, other):.1e}"
@@ -257,16 +236,7 @@ def test_weighted_values_need_no_values(biased: bool):
 
 
 def test_a_bfloat16_accumulator_is_near_the_float32_one():
-    x, wk, wv = layers()
-    found = {
-        dtype: round_trips(
-            f"xquant_cl:bits=3,base_layer=0,group_size=16,accumulator_dtype={dtype}",
-            DIMS,
-            x,
-            wk,
-            wv,
-        )
-        for dtype in ("float32", "bfloat16")
-    }
-    error = worst(found["bfloat16"][-1][1], found["float32"][-1][1])
+    spec = "xquant_cl:bits=3,base_layer=0,group_size=16,accumulator_dtype="
+    coarse, exact = (round_trips(spec + d, DIMS, *layers()) for d in ("bfloat16", "float32"))
+    error = worst(coarse[-1][1], exact[-1][1])
     assert 1e-5 < error < 0.1, f"relative error {error:.1e}"

@@ -1,8 +1,6 @@
 """XQuant's caches from outside: the sizes of the paper's tables, and what is refused.
 (tests/kvq_jax/cache/test_memory.py has what a step needs beside the cache.)"""
 
-from __future__ import annotations
-
 import pytest
 
 import kvq_jax as kvq

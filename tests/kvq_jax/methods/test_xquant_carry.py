@@ -1,7 +1,5 @@
 """XQuant-CL's accumulator, carried from layer to layer through prompts and steps."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax.numpy as jnp

@@ -1,7 +1,5 @@
 """The roofline of rebuilding keys and values: the paper's figures, and the counts behind ours."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 
@@ -17,20 +15,9 @@ from kvq_models.llama.hf_names import weights
 from kvq_models.llama.model import abstract_llama
 
 D = 4096
-LLAMA_2_7B = dict(
-    hidden_size=D,
-    intermediate_size=11008,
-    num_attention_heads=32,
-    num_key_value_heads=32,
-    head_dim=128,
-)
-LLAMA_3_1_8B = dict(
-    hidden_size=D,
-    intermediate_size=14336,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    head_dim=128,
-)
+WIDTHS = {"hidden_size": D, "num_attention_heads": 32, "head_dim": 128}
+LLAMA_2_7B = WIDTHS | {"intermediate_size": 11008, "num_key_value_heads": 32}
+LLAMA_3_1_8B = WIDTHS | {"intermediate_size": 14336, "num_key_value_heads": 8}
 
 # (device, query heads for each KV head) -> tokens as printed in the paper, or as derived from its
 # equations for another device

@@ -1,8 +1,6 @@
 """ZipCache against what its public code's functions return for the same numbers (tests/golden/),
 and its saliency against a definition."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax.numpy as jnp
@@ -100,16 +98,11 @@ def test_codes_are_those_of_the_public_code():
 
     norm = np.sqrt(np.abs(data["V"]).max(axis=(0, 2)))
     np.testing.assert_allclose(norm.ravel(), data["v_channel_scale"].ravel(), rtol=1e-6)
-    values = np.concatenate([data["V"][0, h, both[h]] / norm[h] for h in range(2)], axis=-1)[
-        None, None
-    ].astype(np.float32)
-    own = codec(128)
-    decoded = (
-        np.asarray(own._decoded(own._coded("v", jnp.asarray(values), mask[:, :1]), mask[:, :1]))[
-            0, 0
-        ]
-        * norm.ravel()
-    )
-    compare_numbers(
-        decoded, np.concatenate([data["v_deq"][0, h, both[h]] for h in range(2)], axis=-1)
-    )
+
+    def joined(rows: np.ndarray) -> np.ndarray:
+        return np.concatenate([rows[0, h, both[h]] for h in range(2)], axis=-1)
+
+    values = (joined(data["V"]) / norm.ravel())[None, None].astype(np.float32)
+    own, of_both = codec(128), mask[:, :1]
+    decoded = own._decoded(own._coded("v", jnp.asarray(values), of_both), of_both)
+    compare_numbers(np.asarray(decoded)[0, 0] * norm.ravel(), joined(data["v_deq"]))

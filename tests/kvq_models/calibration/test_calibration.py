@@ -1,8 +1,6 @@
 """Calibration: a sample records what the exact model computes, an interrupted run ends like an
 uninterrupted one, and requests that cannot be met are refused."""
 
-from __future__ import annotations
-
 import hashlib
 from typing import NamedTuple
 

@@ -1,8 +1,6 @@
 """Calibrations as files and in prepared models: nothing that is not one for this model and cache is
 used as one."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

@@ -1,7 +1,5 @@
 """Requests to calibrate that cannot be met are one line, and leave nothing behind."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

@@ -1,7 +1,5 @@
 """The loss of a sample takes as many tokens at a time as there is room for their logits."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """A calibration records moments of queries and the last of them, for the methods fitted to them."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 

@@ -1,8 +1,6 @@
 """Weights of a few bits: many rows are fitted like one, sensitivities are squared gradients, and
 few values are left."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """Several runs in one work directory of a calibration never mix, and damage is found."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 

@@ -1,8 +1,6 @@
 """prefill, decode_step and score through a cache equal the exact model, and bad input is refused
 before any work."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

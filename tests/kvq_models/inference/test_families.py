@@ -2,8 +2,6 @@
 the exact model, also for keys that are rotated as they are read, and what a family's layers cannot
 offer a method is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

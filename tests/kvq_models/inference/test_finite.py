@@ -1,8 +1,6 @@
 """Meaningless values are reported: weights and logits that are not finite, rows beyond the cache's
 dtype, a consumed cache."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

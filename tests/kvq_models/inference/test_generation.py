@@ -1,8 +1,6 @@
 """generate and its stream give the same tokens as transformers, and the same tokens for the same
 seed, alone or in a batch. Sampling keeps the right tokens."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib.util

@@ -1,8 +1,6 @@
 """subtract_bias=true on whole models restores methods that collapse under a key bias, and is
 refused in one line if it is impossible."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

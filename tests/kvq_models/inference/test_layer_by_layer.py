@@ -1,7 +1,5 @@
 """Prefilling several caches together leaves each cache as a separate prefill does."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 import pytest

@@ -1,8 +1,6 @@
 """Parameters and caches that do not belong together are refused. Matching ones are used without
 another trace."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

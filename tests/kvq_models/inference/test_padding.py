@@ -1,8 +1,6 @@
 """Few programs serve all lengths, and a padded request gives the results of the request without
 padding."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Iterator

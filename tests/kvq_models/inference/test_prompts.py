@@ -1,8 +1,6 @@
 """A prompt on a CPU goes through the programs of single layers, with the bits of one program of
 them all."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

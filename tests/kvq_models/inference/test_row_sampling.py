@@ -1,8 +1,6 @@
 """Rows with separate sampling rules: each draws what `sample` draws for its rule, whatever the
 other rows ask for."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

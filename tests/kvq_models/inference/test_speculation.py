@@ -1,8 +1,6 @@
 """Drafts only change the number of steps: tokens, log-probabilities and caches equal greedy
 `generate`."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -2,8 +2,6 @@
 family and form, and the accumulator flows through the layers of prompts, steps and ragged
 batches."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from typing import Any

@@ -1,7 +1,5 @@
 """A small checkpoint, saved."""
 
-from __future__ import annotations
-
 import pathlib
 
 import pytest

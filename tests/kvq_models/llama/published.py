@@ -2,8 +2,6 @@
 from the library's decoders. Each returns the tensors of a module by the end of their names and the
 weight that they stand for."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 from collections.abc import Callable
@@ -31,12 +29,9 @@ def words(codes: np.ndarray, bits: int, order: list[int] | None = None) -> np.nd
     """Pack the last axis into int32 words. The code at place i of a word is column order[i] of its
     columns."""
     count = 32 // bits
-    padded = np.zeros((*codes.shape[:-1], -(-codes.shape[-1] // count) * count), np.int64)
-    padded[..., : codes.shape[-1]] = codes
-    packed = np.zeros((*codes.shape[:-1], padded.shape[-1] // count), np.int64)
-    for word in range(packed.shape[-1]):
-        for place, column in enumerate(order or range(count)):
-            packed[..., word] += padded[..., word * count + column] << (bits * place)
+    padded = np.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, -codes.shape[-1] % count)])
+    columns = padded.reshape(*codes.shape[:-1], -1, count)[..., order or slice(None)]
+    packed = np.sum(columns << bits * np.arange(count), axis=-1)
     return packed.astype(np.uint32).view(np.int32)
 
 
@@ -91,11 +86,8 @@ def awq(weight: np.ndarray) -> Encoded:
     index = in_order(weight)
     codes, zeros, scales = codes_of(weight, 4, index)
     order = [0, 2, 4, 6, 1, 3, 5, 7]
-    stored = {
-        "qweight": words(codes.T, 4, order),
-        "qzeros": words(zeros.T, 4, order),
-        "scales": scales.T,
-    }
+    stored = {"qweight": words(codes.T, 4, order), "qzeros": words(zeros.T, 4, order)}
+    stored["scales"] = scales.T
     return stored, weight_of(codes, zeros, scales, index)
 
 

@@ -1,7 +1,5 @@
 """Tiny checkpoints in every published layout, each with its quantization_config."""
 
-from __future__ import annotations
-
 import functools
 import json
 import pathlib

@@ -1,7 +1,5 @@
 """Change a saved checkpoint, and read the error of loading it."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 from collections.abc import Callable

@@ -1,9 +1,8 @@
 """Every way in which a checkpoint can be broken: one line that names the file or the tensor."""
 
-from __future__ import annotations
-
 import json
 import shutil
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -42,52 +41,39 @@ def test_an_unreachable_hub_is_one_line(monkeypatch):
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    def raising(error):
-        def snapshot_download(*args, **kwargs):
-            raise error
-
-        return snapshot_download
-
-    monkeypatch.setattr(
-        huggingface_hub, "snapshot_download", raising(LocalEntryNotFoundError("no\nnetwork"))
-    )
-    assert "'some/model' does not exist here" in refusal("some/model")
-    monkeypatch.setattr(
-        huggingface_hub, "snapshot_download", raising(OSError("404 Client Error\nfor url"))
-    )
-    assert "the Hub answered: 404 Client Error" in refusal("some/model")
+    for error, told in (
+        (LocalEntryNotFoundError("no\nnetwork"), "'some/model' does not exist here"),
+        (OSError("404 Client Error\nfor url"), "the Hub answered: 404 Client Error"),
+    ):
+        download = mock.Mock(side_effect=error)
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+        assert told in refusal("some/model")
     assert issubclass(HfHubHTTPError, OSError), "HTTP errors would pass uncaught"
 
 
 def test_only_safe_files_are_downloaded(saved, monkeypatch):
     import huggingface_hub
 
-    asked = {}
-
-    def snapshot_download(name, **options):
-        asked.update(options, name=name)
-        return str(saved)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    download = mock.Mock(return_value=str(saved))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     read_config("some/model")
-    assert asked["name"] == "some/model"
-    assert set(asked["allow_patterns"]) == {"config.json", "generation_config.json"}
+    assert download.call_args.args == ("some/model",)
+    allowed = download.call_args.kwargs["allow_patterns"]
+    assert set(allowed) == {"config.json", "generation_config.json"}
     load_llama("some/model")
-    assert "*.safetensors" in asked["allow_patterns"]
-    assert not [
-        pattern
-        for pattern in asked["allow_patterns"]
-        if pattern.endswith((".bin", ".py", ".pt", ".pkl", "*"))
-    ]
+    allowed = download.call_args.kwargs["allow_patterns"]
+    assert "*.safetensors" in allowed
+    assert not [one for one in allowed if one.endswith((".bin", ".py", ".pt", ".pkl", "*"))]
 
 
 def test_missing_and_malformed_configs_are_named(saved):
-    (saved / "config.json").write_text("{")
-    assert "config.json' is not valid JSON" in refusal(saved)
-    (saved / "config.json").write_text('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}")
-    assert "config.json' is not valid JSON: maximum recursion depth" in refusal(saved)
-    (saved / "config.json").write_text("[]")
-    assert "must hold a JSON object, not a list" in refusal(saved)
+    for content, told in (
+        ("{", "config.json' is not valid JSON"),
+        ('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}", "JSON: maximum recursion depth"),
+        ("[]", "must hold a JSON object, not a list"),
+    ):
+        (saved / "config.json").write_text(content)
+        assert told in refusal(saved)
     (saved / "config.json").unlink()
     assert "config.json is missing" in refusal(saved)
 
@@ -109,26 +95,22 @@ def test_truncated_files_are_named(saved, kept):
 
 def test_an_index_is_checked(saved):
     whole = (saved / "model.safetensors").rename(saved / "shard.safetensors")
-    index = saved / "model.safetensors.index.json"
-    index.write_text(json.dumps({"metadata": {}}))
-    assert "has no weight_map" in refusal(saved)
-    index.write_text(
-        json.dumps(
-            {"weight_map": {"lm_head.weight": whole.name, "model.norm.weight": "gone.safetensors"}}
-        )
-    )
-    assert "lists 'gone.safetensors', which is missing" in refusal(saved)
-    index.write_text(json.dumps({"weight_map": {"lm_head.weight": "../shard.safetensors"}}))
-    assert "not a file name in the same directory" in refusal(saved)
+    gone = {"lm_head.weight": whole.name, "model.norm.weight": "gone.safetensors"}
+    outside = {"lm_head.weight": "../shard.safetensors"}
+    for content, told in (
+        ({"metadata": {}}, "has no weight_map"),
+        ({"weight_map": gone}, "lists 'gone.safetensors', which is missing"),
+        ({"weight_map": outside}, "not a file name in the same directory"),
+    ):
+        (saved / "model.safetensors.index.json").write_text(json.dumps(content))
+        assert told in refusal(saved)
 
 
 def test_a_tensor_in_two_files_is_named(saved):
     (saved / "model.safetensors").rename(saved / "a.safetensors")
     save_file({"model.norm.weight": np.ones(64, np.float32)}, saved / "b.safetensors")
-    assert (
-        refusal(saved)
-        == "tensor 'model.norm.weight' is in both 'a.safetensors' and 'b.safetensors'"
-    )
+    told = "tensor 'model.norm.weight' is in both 'a.safetensors' and 'b.safetensors'"
+    assert refusal(saved) == told
 
 
 def test_missing_and_unmatched_tensors_are_named(saved):
@@ -158,10 +140,7 @@ def test_a_tensor_that_is_not_float_is_named(saved, dtype, named):
         ({"num_hidden_layers": 3}, "lack tensor 'model.layers.2."),
         (
             {"vocab_size": 97},
-            (
-                "'model.embed_tokens.weight' has shape (96, 64), and the configuration asks for"
-                " (97, 64)"
-            ),
+            "embed_tokens.weight' has shape (96, 64), and the configuration asks for (97, 64)",
         ),
         (
             {"num_key_value_heads": 4},
@@ -176,9 +155,7 @@ def test_a_config_that_does_not_fit_its_tensors_is_refused(saved, changes, named
 
 
 def test_an_unsupported_dtype_is_refused(saved):
+    supported = "is not supported; supported: float32, bfloat16, float16"
     for dtype in ("int8", "float64"):
-        with pytest.raises(
-            ValueError,
-            match=f"dtype='{dtype}' is not supported; supported: float32, bfloat16, float16",
-        ):
+        with pytest.raises(ValueError, match=f"dtype='{dtype}' {supported}"):
             load_llama(saved, dtype=dtype)

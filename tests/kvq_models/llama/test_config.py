@@ -1,7 +1,5 @@
 """config.json in and out: both spellings, the families' implied fields, any value of a field."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import itertools
@@ -39,12 +37,11 @@ def test_both_spellings_of_rope_give_one_config(rope):
     assert new.rope.rope_type == rope["rope_type"]
     assert new.rope.theta == 5e5
     old_fields = {name: value for name, value in rope.items() if name != "rope_type"}
-    for type_key in ("type", "rope_type"):
-        scaling = (
-            None if rope["rope_type"] == "default" else {type_key: rope["rope_type"]} | old_fields
-        )
+    for key in ("type", "rope_type"):
+        kind = rope["rope_type"]
+        scaling = None if kind == "default" else {key: kind} | old_fields
         old = LlamaConfig.from_hf(LLAMA | {"rope_theta": 5e5, "rope_scaling": scaling})
-        assert old == new, f"spelled with {type_key!r}"
+        assert old == new, f"spelled with {key!r}"
 
 
 @pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
@@ -52,13 +49,8 @@ def test_both_spellings_of_rope_give_one_config(rope):
     "fields", [LLAMA, MISTRAL, QWEN2, QWEN3], ids=lambda fields: fields["model_type"]
 )
 def test_a_written_config_reads_back_equal(fields, rope):
-    extras = {
-        "rope_parameters": rope,
-        "eos_token_id": [2, 7],
-        "pad_token_id": 0,
-        "tie_word_embeddings": True,
-    }
-    config = LlamaConfig.from_hf(fields | extras)
+    extras = {"eos_token_id": [2, 7], "pad_token_id": 0, "tie_word_embeddings": True}
+    config = LlamaConfig.from_hf(fields | extras | {"rope_parameters": rope})
     assert LlamaConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
 
 

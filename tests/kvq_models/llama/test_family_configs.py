@@ -1,8 +1,6 @@
 """config.json of families with windows, two RoPEs, soft caps, sinks and partial rotation, as it is
 published: fields that are left out and older spellings."""
 
-from __future__ import annotations
-
 import math
 
 from kvq_jax.layer.attention import Attention

@@ -1,8 +1,6 @@
 """GGUF files load like the checkpoints they were made from: weights, configuration, tokens.
 Unsupported features are refused by name."""
 
-from __future__ import annotations
-
 import dataclasses
 import pathlib
 
@@ -14,7 +12,7 @@ from kvq_models.llama.checkpoint import CheckpointError, load_llama, open_checkp
 from kvq_models.llama.hf_directory import load_tokenizer
 from kvq_models.llama.rope import rope_for
 from kvq_models.llama.rope_config import RopeConfig
-from tests.kvq_models.checkpoints import STORIES, random_llama, tiny_config
+from tests.kvq_models.checkpoints import LLAMA3, STORIES, random_llama, tiny_config
 from tests.kvq_models.gguf_files import byte_level, write_gguf
 
 
@@ -42,45 +40,30 @@ def test_matrices_are_the_numbers_that_their_blocks_stand_for(
     files = open_checkpoint(write_gguf(source, tmp_path / "m.gguf", kind=kind))
     assert files.tensors["model.layers.1.mlp.up_proj.weight"].dtype == kind
     wanted = np.asarray(source.layers[1].mlp.up_proj.kernel[...]).T
-    found = files.read("model.layers.1.mlp.up_proj.weight")
-    assert np.array_equal(
-        found,
-        gguf.dequantize(
-            gguf.quantize(wanted, gguf.GGMLQuantizationType[kind]), gguf.GGMLQuantizationType[kind]
-        ),
+    found, of_kind = (
+        files.read("model.layers.1.mlp.up_proj.weight"),
+        gguf.GGMLQuantizationType[kind],
     )
+    assert np.array_equal(found, gguf.dequantize(gguf.quantize(wanted, of_kind), of_kind))
     assert error / 10 < np.linalg.norm(found - wanted) / np.linalg.norm(wanted) < error
 
 
 def test_llama3s_frequencies_come_from_their_quotients(tmp_path: pathlib.Path):
-    rope = RopeConfig(
-        rope_type="llama3",
-        theta=5e5,
-        factor=8.0,
-        low_freq_factor=1.0,
-        high_freq_factor=4.0,
-        original_max_position_embeddings=8192,
-    )
+    rope = RopeConfig(**LLAMA3 | {"theta": 5e5, "original_max_position_embeddings": 8192})
     config = dataclasses.replace(tiny_config(head_dim=32), rope=rope)
     plain = dataclasses.replace(config, rope=RopeConfig(theta=5e5))
-    quotients = np.asarray(
-        rope_for(plain, 1).inverse_frequencies / rope_for(config, 1).inverse_frequencies
-    )
-    source = random_llama(config)
+    unscaled, scaled = (rope_for(c, 1).inverse_frequencies for c in (plain, config))
+    quotients, source = np.asarray(unscaled / scaled), random_llama(config)
     assert read_config(write_gguf(source, tmp_path / "m.gguf", rope_factors=quotients)).rope == rope
-    bent = write_gguf(
-        source, tmp_path / "bent.gguf", rope_factors=quotients * np.linspace(1, 1.1, quotients.size)
-    )
-    assert "rope_freqs.weight" in refusal(bent)
+    bent = quotients * np.linspace(1, 1.1, quotients.size)
+    path = write_gguf(source, tmp_path / "bent.gguf", rope_factors=bent)
+    assert "rope_freqs.weight" in refusal(path)
 
 
 @pytest.mark.parametrize("window", [16, 0])
 def test_a_sliding_window_is_of_all_layers(window: int, tmp_path: pathlib.Path):
-    file = write_gguf(
-        random_llama(tiny_config()),
-        tmp_path / "m.gguf",
-        fields={"attention.sliding_window": window},
-    )
+    fields = {"attention.sliding_window": window}
+    file = write_gguf(random_llama(tiny_config()), tmp_path / "m.gguf", fields=fields)
     config = read_config(file)
     assert (config.positions, config.sliding_window) == (64, window or None)
     assert config.windowed_layers == ((0, 1) if window else ())
@@ -109,19 +92,15 @@ def test_another_file_is_no_checkpoint(tmp_path: pathlib.Path):
     ],
 )
 def test_text_is_cut_as_the_file_says(pre: str, ids: list[str], tmp_path: pathlib.Path):
-    path = write_gguf(
-        random_llama(tiny_config()),
-        tmp_path / "m.gguf",
-        tokenizer=byte_level(pre=pre, chat_template="{{ messages[0]['content'] }}"),
-    )
+    written = byte_level(pre=pre, chat_template="{{ messages[0]['content'] }}")
+    path = write_gguf(random_llama(tiny_config()), tmp_path / "m.gguf", tokenizer=written)
     tokenizer = open_checkpoint(path).tokenizer()
     assert tokenizer.tokenize(" the 12") == ids
     assert tokenizer.decode(tokenizer(" THE <|end|>").input_ids) == " THE <|end|>"
     assert tokenizer("<|end|>").input_ids == [0]
     assert tokenizer.eos_token == "<|end|>"
-    assert (
-        tokenizer.apply_chat_template([{"role": "user", "content": "HI"}], tokenize=False) == "HI"
-    )
+    chat = [{"role": "user", "content": "HI"}]
+    assert tokenizer.apply_chat_template(chat, tokenize=False) == "HI"
 
 
 @pytest.mark.parametrize(
@@ -151,23 +130,15 @@ def test_sentence_pieces_merge_as_in_the_source(tmp_path: pathlib.Path):
     kinds = [2 if i == 0 else 3 if i < 3 else 6 if i < 259 else 1 for i in range(len(tokens))]
     # Llama's pieces stand in the order of their scores
     scores = [-float(max(i - 259, 0)) for i in range(len(tokens))]
-    fields = {
-        "model": "llama",
-        "tokens": tokens,
-        "scores": scores,
-        "token_type": kinds,
-        "add_bos_token": True,
-        "unknown_token_id": 0,
-    }
-    own = open_checkpoint(
-        write_gguf(random_llama(tiny_config()), tmp_path / "m.gguf", tokenizer=fields)
-    ).tokenizer()
+    fields = {"model": "llama", "tokens": tokens, "scores": scores, "token_type": kinds}
+    fields |= {"add_bos_token": True, "unknown_token_id": 0}
+    path = write_gguf(random_llama(tiny_config()), tmp_path / "m.gguf", tokenizer=fields)
+    own = open_checkpoint(path).tokenizer()
     for text in (
         "Once upon a time, there was a little girl named Lily.",
         "tabs\tand\n\nlines  of é 日本 🙂",
         " leading and trailing ",
     ):
-        assert own(text).input_ids == source(text).input_ids, text
-        assert own.decode(own(text).input_ids, skip_special_tokens=True) == source.decode(
-            source(text).input_ids, skip_special_tokens=True
-        )
+        ids = source(text).input_ids
+        assert own(text).input_ids == ids, text
+        assert len({one.decode(ids, skip_special_tokens=True) for one in (own, source)}) == 1

@@ -1,8 +1,6 @@
 """GGUF files of all families load like the models they were made from: names of
 tensors, order of rows, factors, norms, layers without RoPE, experts in one tensor or in many."""
 
-from __future__ import annotations
-
 import dataclasses
 import pathlib
 from typing import Any
@@ -17,6 +15,7 @@ from kvq_models.llama.checkpoint import load_llama, open_checkpoint, read_config
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama, abstract_llama, forward
 from tests.kvq_models.checkpoints import (
+    CASES,
     LONGROPE,
     YARN,
     random_llama,
@@ -28,26 +27,12 @@ from tests.kvq_models.checkpoints import (
 from tests.kvq_models.gguf_files import SWAPPED, gguf_name, write_gguf
 from tests.kvq_models.llama.test_gguf import refusal
 
-GRANITE = {
-    "embedding_multiplier": 3.0,
-    "residual_multiplier": 0.4,
-    "attention_multiplier": 0.1,
-    "logits_scaling": 2.5,
-}
-MIXTRAL = {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None}
-QWEN3_MOE = {
-    "num_experts": 6,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 32,
-    "norm_topk_prob": True,
-    "head_dim": 16,
-}
-GEMMA = {
-    "head_dim": 32,
-    "query_pre_attn_scalar": 32,
-    "sliding_window": 8,
-    "tie_word_embeddings": True,
-}
+GRANITE = CASES["granite"].fields | {"tie_word_embeddings": False}
+MIXTRAL, QWEN3_MOE = CASES["mixtral"].fields, CASES["qwen3_moe"].fields
+QWEN3_MOE = QWEN3_MOE | {"moe_intermediate_size": 32, "norm_topk_prob": True}
+GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 8}
+GEMMA |= {"tie_word_embeddings": True}
+GPT_OSS = {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 8}
 ONE = {"num_hidden_layers": 1}
 MODELS = {
     "llama": ("llama", tiny_config(**ONE, head_dim=8)),
@@ -89,12 +74,7 @@ MODELS = {
     "gpt-oss": (
         "gpt-oss",
         tiny_config(
-            "gpt_oss",
-            num_local_experts=5,
-            num_experts_per_tok=2,
-            sliding_window=8,
-            rope_theta=1.5e5,
-            rope_scaling=YARN | {"truncate": False},
+            "gpt_oss", **GPT_OSS, rope_theta=1.5e5, rope_scaling=YARN | {"truncate": False}
         ),
     ),
 }

@@ -1,8 +1,7 @@
 """No field of a GGUF file that changes the computation, the tokens, or where a text ends is
 ignored; files in parts, of other byte orders and of other kinds are read or named."""
 
-from __future__ import annotations
-
+import dataclasses
 import pathlib
 import re
 import struct
@@ -23,6 +22,9 @@ from kvq_models.llama.rope_config import RopeConfig
 from kvq_models.llama.stored_tensor import CheckpointError
 from tests.kvq_models.checkpoints import random_llama, tiny_config
 from tests.kvq_models.gguf_files import TOKENS, byte_level, write_gguf
+
+YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
+OF_YARN = RopeConfig(rope_type="yarn", factor=4.0, original_max_position_embeddings=64)
 
 
 @pytest.fixture(scope="module")
@@ -80,22 +82,10 @@ def test_every_field_of_the_architecture_is_read_harmless_or_refused(architectur
         ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, RopeConfig()),
         ({"rope.scaling.type": "linear"}, RopeConfig()),
         ({"rope.scaling.type": "linear", "rope.scaling.factor": 0.0}, RopeConfig()),
+        (YARN, OF_YARN),
         (
-            {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0},
-            RopeConfig(rope_type="yarn", factor=4.0, original_max_position_embeddings=64),
-        ),
-        (
-            {
-                "rope.scaling.type": "yarn",
-                "rope.scaling.factor": 4.0,
-                "rope.scaling.attn_factor": 0.5,
-            },
-            RopeConfig(
-                rope_type="yarn",
-                factor=4.0,
-                original_max_position_embeddings=64,
-                attention_factor=0.5 * (1 + 0.1 * np.log(4.0)),
-            ),
+            YARN | {"rope.scaling.attn_factor": 0.5},
+            dataclasses.replace(OF_YARN, attention_factor=0.5 * (1 + 0.1 * np.log(4.0))),
         ),
     ],
 )
@@ -106,11 +96,11 @@ def test_rope_is_scaled_as_llama_cpp_reads_it(fields: dict, rope: RopeConfig, wr
 @pytest.mark.parametrize("name", [alias for names in ALIASES.values() for alias in names])
 def test_other_names_of_a_split_cut_text_in_the_same_way(name: str, write):
     plain = next(plain for plain, names in ALIASES.items() if name in names)
-    text = " THE 12 they'll 1234"
-    ids = open_checkpoint(write(tokenizer=byte_level(pre=name))).tokenizer()(text).input_ids
-    assert (
-        ids == open_checkpoint(write(tokenizer=byte_level(pre=plain))).tokenizer()(text).input_ids
-    )
+    ids = [
+        open_checkpoint(write(tokenizer=byte_level(pre=pre))).tokenizer()(" THE 12 they'll 1234")
+        for pre in (name, plain)
+    ]
+    assert ids[0].input_ids == ids[1].input_ids
 
 
 def test_a_split_that_the_file_does_not_name_is_not_guessed(write):
@@ -123,9 +113,8 @@ def test_a_split_that_the_file_does_not_name_is_not_guessed(write):
 
 def test_a_field_that_may_change_tokens_is_refused_by_name(write):
     path = write(tokenizer=byte_level(remove_extra_whitespaces=True))
-    assert "tokenizer.ggml.remove_extra_whitespaces=True" in refused(
-        open_checkpoint(path).tokenizer
-    )
+    told = refused(open_checkpoint(path).tokenizer)
+    assert "tokenizer.ggml.remove_extra_whitespaces=True" in told
     assert open_checkpoint(write(tokenizer=byte_level(remove_extra_whitespaces=False))).tokenizer()
 
 
@@ -144,9 +133,8 @@ def test_generation_ends_at_every_token_that_ends_a_text_or_a_turn(write):
 
 
 def test_sampling_that_the_file_asks_for_is_kept_as_data(llama: Llama, tmp_path: pathlib.Path):
-    path = write_gguf(
-        llama, tmp_path / "m.gguf", general={"sampling.temp": 0.6, "sampling.top_k": 20}
-    )
+    asked = {"sampling.temp": 0.6, "sampling.top_k": 20}
+    path = write_gguf(llama, tmp_path / "m.gguf", general=asked)
     loaded, _ = load_llama(path, dtype="float32")
     generation = loaded.config.generation
     save_llama(loaded, tmp_path / "saved")
@@ -228,11 +216,8 @@ def test_tensors_lie_where_the_file_says(alignment: int, llama: Llama, tmp_path:
     aligned = open_checkpoint(path)
     for name in plain.tensors:
         assert np.array_equal(plain.read(name), aligned.read(name)), name
-    stated = b"general.alignment" + struct.pack("<I", 4)
-    zero = path.read_bytes().replace(
-        stated + struct.pack("<I", alignment), stated + struct.pack("<I", 0)
-    )
-    path.write_bytes(zero)
+    stated, none = (b"general.alignment" + struct.pack("<II", 4, n) for n in (alignment, 0))
+    path.write_bytes(path.read_bytes().replace(stated, none))
     assert "general.alignment=0" in refused(lambda: open_checkpoint(path))
 
 

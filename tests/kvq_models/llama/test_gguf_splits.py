@@ -1,8 +1,6 @@
 """Text of gpt-oss and Phi-4-mini, whose GGUF files name `gpt-4o`, is split before merging as their
 own tokenizers split it."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvq_models.llama.gguf_tokenizer import PRE_TOKENIZERS, core_of

@@ -1,7 +1,5 @@
 """Granite 4's dense models: hybrids by their model_type, without a layer of linear attention."""
 
-from __future__ import annotations
-
 import pathlib
 from typing import Any
 

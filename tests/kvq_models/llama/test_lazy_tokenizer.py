@@ -1,7 +1,5 @@
 """The tokenizer of a GGUF file without transformers, which gives what transformers would."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

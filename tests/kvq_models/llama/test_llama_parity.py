@@ -1,8 +1,6 @@
 """Our Llama against transformers': the same checkpoint gives the same fp32 logits, for every
 family, feature and RoPE type."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,14 +34,9 @@ def _undone(llama: Llama, suffix: str) -> Llama:
     """Return the model as a loader would leave it that forgets one vector: bias at zero, norm at
     one."""
     value = 0.0 if suffix.endswith("bias") else 1.0
-    vectors = {
-        path: weight.leaf
-        for path, weight in hf_names.weights(llama).items()
-        if path.endswith(suffix)
-    }
-    return hf_names.replace_weights(
-        llama, {path: jnp.full_like(leaf, value) for path, leaf in vectors.items()}
-    )
+    weights = {path: weight.leaf for path, weight in hf_names.weights(llama).items()}
+    lost = {p: jnp.full_like(w, value) for p, w in weights.items() if p.endswith(suffix)}
+    return hf_names.replace_weights(llama, lost)
 
 
 def _layer_vectors(llama: Llama) -> list[str]:
@@ -107,14 +100,11 @@ def test_a_saved_model_is_loaded_back_by_transformers_with_the_same_logits(name,
         tmp_path / "ours", output_loading_info=True, attn_implementation="eager"
     )
     assert not loading["missing_keys"], f"transformers misses {loading['missing_keys']}"
-    assert not loading["unexpected_keys"], (
-        f"transformers does not know {loading['unexpected_keys']}"
-    )
+    unknown = loading["unexpected_keys"]
+    assert not unknown, f"transformers does not know {unknown}"
     assert model.dtype == torch.float32
-    tokens = random_tokens((1, 40))
-    np.testing.assert_array_equal(
-        torch_logits(model, tokens), torch_logits(reference, tokens), err_msg=name
-    )
+    both = (torch_logits(one, random_tokens((1, 40))) for one in (model, reference))
+    np.testing.assert_array_equal(*both, err_msg=name)
 
 
 @pytest.mark.parametrize(
@@ -128,15 +118,7 @@ def test_a_saved_model_is_loaded_back_by_transformers_with_the_same_logits(name,
         YARN | {"original_max_position_embeddings": 1024, "attention_factor": 1.25},
         YARN_ALL | {"original_max_position_embeddings": 1024},
     ],
-    ids=[
-        "default",
-        "linear",
-        "dynamic",
-        "llama3",
-        "yarn",
-        "yarn_attention_factor",
-        "yarn_all_fields",
-    ],
+    ids=["default", "linear", "dynamic", "llama3", "yarn", "yarn_attention_factor", "yarn_all"],
 )
 @pytest.mark.parametrize(("head_dim", "theta"), [(64, 1e4), (80, 5e5), (128, 1e6)])
 def test_rotary_frequencies_equal_those_of_transformers(rope, head_dim, theta):

@@ -1,8 +1,5 @@
 """gpt-oss as it is published: experts in MXFP4 load as transformers dequantizes them."""
 
-from __future__ import annotations
-
-import json
 from pathlib import Path
 
 import jax
@@ -17,6 +14,7 @@ from kvq_models.llama.quantized.mxfp4 import Mxfp4
 from kvq_models.llama.quantized.stored_parts import StoredParts
 from kvq_models.llama.stored_tensor import CheckpointError, StoredTensor
 from tests.kvq_models.checkpoints import random_llama, tiny_config
+from tests.kvq_models.llama.saved_checkpoint import change_config
 
 EXPERTS, WIDTH = 3, 64
 BLOCKS = np.random.default_rng(0).integers(0, 256, (EXPERTS, 2 * WIDTH, WIDTH // 32, 16), np.uint8)
@@ -43,27 +41,17 @@ def published(tmp_path):
     """A gpt-oss whose gate_up_proj is MXFP4, and its other weights in floats."""
     from kvq_models.llama.checkpoint import save_llama
 
-    config = tiny_config(
-        "gpt_oss",
-        num_local_experts=EXPERTS,
-        num_experts_per_tok=2,
-        hidden_size=WIDTH,
-        intermediate_size=WIDTH,
-        num_hidden_layers=1,
-        sliding_window=8,
-    )
-    save_llama(random_llama(config), tmp_path)
+    sizes = {"hidden_size": WIDTH, "intermediate_size": WIDTH, "num_hidden_layers": 1}
+    experts = {"num_local_experts": EXPERTS, "num_experts_per_tok": 2, "sliding_window": 8}
+    save_llama(random_llama(tiny_config("gpt_oss", **sizes, **experts)), tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     name = "model.layers.0.mlp.experts.gate_up_proj"
     assert tensors.pop(name).shape == (EXPERTS, WIDTH, 2 * WIDTH)
     tensors |= {f"{name}_blocks": BLOCKS, f"{name}_scales": SCALES}
     save_file(tensors, tmp_path / "model.safetensors")
-    fields = json.loads((tmp_path / "config.json").read_text())
-    fields["quantization_config"] = {
-        "quant_method": "mxfp4",
-        "modules_to_not_convert": ["model.layers.*.self_attn", "model.embed_tokens", "lm_head"],
-    }
-    (tmp_path / "config.json").write_text(json.dumps(fields))
+    kept = ["model.layers.*.self_attn", "model.embed_tokens", "lm_head"]
+    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+    change_config(tmp_path, quantization_config=quantization)
     return tmp_path, tensors, name
 
 

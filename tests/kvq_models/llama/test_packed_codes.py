@@ -1,8 +1,6 @@
 """Codes of AWQ, GPTQ, compressed-tensors, FP8 and NF4 stay packed: the same values as dequantized
 ones, the same logits, and what has no packed matrix is dequantized."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import pathlib
@@ -35,24 +33,26 @@ from tests.kvq_models.llama.published_cases import (
 
 BFLOAT16 = ml_dtypes.bfloat16
 GROUP_BLOCKS = {"quant_method": "fp8", "weight_block_size": [48, 32]}
+DEQUANTIZED = (
+    *("gptq_act_order", "gptq_8_bits", "int4_act_order", "int8_zeros"),
+    "fp8_blocks",  # of 40 inputs
+)
+ALIKE = ("float_channel", "float_tensor", "float_block")  # other names of fp8
 PACKED: dict[str, Any] = {
-    **{name: CASES[name] for name in ("awq", "gptq", "gptq_v2", "int4", "int4_zeros")},
-    **{name: CASES[name] for name in ("int4_old_zeros", "int8_packed", "int8_channel")},
-    **{name: CASES[name] for name in ("int8_group", "fp8_blocks_powers", "fp8_tensor", "fbgemm")},
-    **{name: CASES[name] for name in ("nf4", "nf4_nested")},
+    **{name: case for name, case in CASES.items() if name not in (*DEQUANTIZED, *ALIKE)},
     "int8_channel_bf16": (
         scheme("int-quantized", "int", "channel"),
         functools.partial(published.scaled, block=(1, ALL), dtype=INT8, scale_dtype=BFLOAT16),
+    ),
+    "int4_channel": (  # all inputs of a channel share one scale
+        packed_group(strategy="channel", group_size=None),
+        functools.partial(published.packed, size=ALL),
     ),
     "fp8_blocks_cut_off": (
         GROUP_BLOCKS,
         functools.partial(published.scaled, block=(48, 32), scale="weight_scale_inv"),
     ),
 }
-DEQUANTIZED = (
-    *("gptq_act_order", "gptq_8_bits", "int4_act_order", "int8_zeros"),
-    "fp8_blocks",  # of 40 inputs
-)
 PROJECTIONS = 7
 _logits = jax.jit(forward)
 
@@ -101,19 +101,6 @@ def test_groups_of_codes_stand_for_what_is_dequantized(
 def test_other_codes_are_dequantized(case: str, floats: pathlib.Path, tmp_path: pathlib.Path):
     publish(floats, tmp_path, *CASES[case])
     assert not of_codes(load_llama(tmp_path, dtype="float32")[0])
-
-
-def test_groups_of_more_than_32_inputs_repeat_their_scales(
-    floats: pathlib.Path, tmp_path: pathlib.Path
-):
-    """All inputs of a channel share one scale."""
-    quantization = packed_group(strategy="channel", group_size=None)
-    publish(floats, tmp_path, quantization, functools.partial(published.packed, size=ALL))
-    packed, dense = (
-        load_llama(tmp_path, dtype="float32", weights=how)[0] for how in ("packed", "dense")
-    )
-    assert of_codes(packed)
-    jax.tree.map(np.testing.assert_array_equal, dense_llama(packed), dense)
 
 
 def test_experts_stay_packed_and_compute_the_same_logits(tmp_path: pathlib.Path):

@@ -1,8 +1,6 @@
 """Experts that stay packed: the file's values, the logits of dense experts, and no read of experts
 that no token chooses."""
 
-from __future__ import annotations
-
 import dataclasses
 import pathlib
 
@@ -20,26 +18,13 @@ from kvq_models.llama.packed_loading import dense_llama
 from tests.kvq_models.checkpoints import random_llama, random_tokens, row_errors, tiny_config
 from tests.kvq_models.gguf_files import write_gguf
 
-SIZES = {"hidden_size": 64, "num_hidden_layers": 1}
-MIXTRAL = tiny_config(
-    "mixtral",
-    **SIZES,
-    intermediate_size=96,
-    num_local_experts=5,
-    num_experts_per_tok=2,
-    sliding_window=None,
-)
+ONE = {"num_hidden_layers": 1}
+FIVE = {"num_local_experts": 5, "num_experts_per_tok": 2}
+MIXTRAL = tiny_config("mixtral", **ONE, **FIVE, sliding_window=None)
 QWEN3_MOE = tiny_config(
-    "qwen3_moe", **SIZES, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=32
+    "qwen3_moe", **ONE, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=32
 )
-GPT_OSS = tiny_config(
-    "gpt_oss",
-    **SIZES,
-    intermediate_size=96,
-    num_local_experts=5,
-    num_experts_per_tok=2,
-    sliding_window=8,
-)
+GPT_OSS = tiny_config("gpt_oss", **ONE, **FIVE, sliding_window=8)
 FILES = {
     "mixtral": ("llama", MIXTRAL, "Q4_1", True),
     "mixtral of before April 2024": ("llama", MIXTRAL, "Q8_0", False),
@@ -107,14 +92,8 @@ def test_each_row_meets_the_matrix_that_it_chooses_and_no_other_is_read(
 
 
 def test_experts_of_which_a_projection_cannot_be_packed_are_dense(tmp_path: pathlib.Path):
-    narrow = tiny_config(
-        "mixtral",
-        **SIZES,
-        intermediate_size=80,  # no whole panels
-        num_local_experts=5,
-        num_experts_per_tok=2,
-        sliding_window=None,
-    )
+    # 80 channels are no whole panels
+    narrow = tiny_config("mixtral", **ONE, **FIVE, intermediate_size=80, sliding_window=None)
     path = written(tmp_path / "m.gguf", "llama", narrow, "F16")
     llama = load_llama(path, dtype="float32", weights="packed")[0]
     experts = llama.layers[0].mlp

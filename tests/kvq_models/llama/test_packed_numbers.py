@@ -1,8 +1,6 @@
 """Matrices of 16 bits stay as a safetensors checkpoint stores them: the same values, the tokens of
 widened weights, and the default for large checkpoints on a CPU."""
 
-from __future__ import annotations
-
 import pathlib
 
 import jax
@@ -14,18 +12,16 @@ from kvq_models.llama import packed_loading, packed_weights
 from kvq_models.llama.checkpoint import CheckpointError, load_llama, save_llama
 from kvq_models.llama.model import forward
 from kvq_models.llama.packed_loading import dense_llama, holds_packed
-from tests.kvq_models.checkpoints import random_llama, random_tokens, row_errors, tiny_config
-
-CONFIG = tiny_config(hidden_size=64, intermediate_size=96, num_hidden_layers=1)
-MIXTRAL = tiny_config(
-    "mixtral",
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=1,
-    num_local_experts=5,
-    num_experts_per_tok=2,
-    sliding_window=None,
+from tests.kvq_models.checkpoints import (
+    CASES,
+    random_llama,
+    random_tokens,
+    row_errors,
+    tiny_config,
 )
+
+CONFIG = tiny_config(num_hidden_layers=1)
+MIXTRAL = tiny_config("mixtral", **CASES["mixtral"].fields, num_hidden_layers=1)
 _logits = jax.jit(forward)
 
 

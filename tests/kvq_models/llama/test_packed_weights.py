@@ -1,8 +1,6 @@
 """Weights that stay packed: the file's values bit for bit, the same tokens as dense weights, and a
 sentence for what they cannot do."""
 
-from __future__ import annotations
-
 import dataclasses
 import pathlib
 

@@ -1,8 +1,6 @@
 """Sequences of more than four windows, through a cache whose rings of blocks wrap around: logits
 and greedy tokens of transformers, in long prompts and in long answers."""
 
-from __future__ import annotations
-
 import dataclasses
 import pathlib
 

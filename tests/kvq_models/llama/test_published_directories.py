@@ -1,8 +1,6 @@
 """Hugging Face directories as they are published: tokenizers that a library would rebuild, end
 tokens in several places, sampling defaults, heads and prefixes that are missing, quantization."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import pathlib
@@ -130,14 +128,9 @@ def test_generation_ends_at_the_end_tokens_of_all_files(saved: pathlib.Path):
     (saved / "generation_config.json").write_text(json.dumps({"eos_token_id": [11, 12]}))
     wanted = (11, 12, SIZES["eos_token_id"], ids["<|stop|>"], ids["<|eot_id|>"])
     assert read_config(saved).eos_token_ids == wanted
-    (saved / "tokenizer_config.json").write_text(
-        json.dumps(
-            {
-                "eos_token": {"content": "<|stop|>"},
-                "added_tokens_decoder": {"7": {"content": "<|stop|>"}, "8": {"content": "other"}},
-            }
-        )
-    )
+    added = {"7": {"content": "<|stop|>"}, "8": {"content": "other"}}
+    settings = {"eos_token": {"content": "<|stop|>"}, "added_tokens_decoder": added}
+    (saved / "tokenizer_config.json").write_text(json.dumps(settings))
     assert read_config(saved).eos_token_ids == (11, 12, SIZES["eos_token_id"], 7)
 
 
@@ -162,17 +155,9 @@ def test_sampling_defaults_are_transformers(fields: dict, wanted: tuple, saved: 
 def test_sampling_settings_that_cannot_be_used_are_named():
     fields = {"do_sample": True, "temperature": "hot", "top_p": 1.5, "top_k": -1}
     fields |= {"repetition_penalty": 1.05, "num_beams": 1, "no_repeat_ngram_size": 3}
-    assert of_hf(fields) == GenerationDefaults(
-        temperature=1.0,
-        top_k=50,
-        unapplied=(
-            "repetition_penalty=1.05",
-            "no_repeat_ngram_size=3",
-            "temperature='hot'",
-            "top_k=-1",
-            "top_p=1.5",
-        ),
-    )
+    wrong = ("temperature='hot'", "top_k=-1", "top_p=1.5")
+    unapplied = ("repetition_penalty=1.05", "no_repeat_ngram_size=3", *wrong)
+    assert of_hf(fields) == GenerationDefaults(temperature=1.0, top_k=50, unapplied=unapplied)
 
 
 def same_weights(directory: pathlib.Path, wanted: Any) -> bool:
@@ -212,6 +197,5 @@ def test_names_without_or_with_other_prefixes_are_read(
     if prefix == "":
         change_config(tmp_path, architectures=["LlamaModel"])
     assert same_weights(tmp_path, llama)
-    assert set(open_checkpoint(tmp_path).tensors) >= {
-        weight.name for weight in hf_names.weights(llama).values()
-    }
+    names = {weight.name for weight in hf_names.weights(llama).values()}
+    assert set(open_checkpoint(tmp_path).tensors) >= names

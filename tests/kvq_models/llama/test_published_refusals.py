@@ -1,7 +1,5 @@
 """Published checkpoints that would be read wrongly are refused in one line, with the tensor."""
 
-from __future__ import annotations
-
 import pathlib
 from typing import Any
 
@@ -17,12 +15,7 @@ from tests.kvq_models.llama.saved_checkpoint import change_config, change_tensor
     ("case", "end", "change", "message"),
     [
         ("gptq", "scales", lambda a: a[1:], "scales' has shape (1, 64)"),
-        (
-            "gptq",
-            "qzeros",
-            lambda a: a.astype(np.int64),
-            "qzeros' is stored as I64; supported: I32",
-        ),
+        ("gptq", "qzeros", lambda a: a.astype(np.int64), "qzeros' is stored as I64; supported: I"),
         ("gptq_act_order", "g_idx", lambda a: a + 1, "g_idx' holds groups 1 to 2, and the scales"),
         ("awq", "qweight", lambda a: a[:, :, None], "qweight' has shape (64, 8, 1)"),
         ("int4", "weight_shape", lambda a: a[::-1] + 8, "weight_shape' says (72, 72)"),

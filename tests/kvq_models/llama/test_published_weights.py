@@ -1,9 +1,6 @@
 """Checkpoints as they are published quantized: each layout loads as the floats that it stands
 for."""
 
-from __future__ import annotations
-
-import json
 import pathlib
 from typing import Any
 
@@ -18,7 +15,7 @@ from tests.kvq_models.checkpoints import random_llama, tiny_config
 from tests.kvq_models.llama import published
 from tests.kvq_models.llama.published import Encoded
 from tests.kvq_models.llama.published_cases import CASES, GPTQ, Q_PROJ, packed_group, publish
-from tests.kvq_models.llama.saved_checkpoint import change_tensors, refusal
+from tests.kvq_models.llama.saved_checkpoint import change_config, change_tensors, refusal
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -52,10 +49,8 @@ def test_a_gptq_zero_of_zero_borrows_from_its_neighbour():
 
 def test_groups_of_modules_have_layouts_of_their_own(floats: pathlib.Path, tmp_path: pathlib.Path):
     quantization = packed_group()
-    int8 = {"targets": ["re:.*mlp.*"], "format": "int-quantized"}
-    int8["weights"] = {"num_bits": 8, "type": "int", "strategy": "channel"}
-    quantization["config_groups"]["group_1"] = int8
-    quantization["format"] = "pack-quantized"
+    int8 = CASES["int8_channel"][0]["config_groups"]["group_0"] | {"format": "int-quantized"}
+    quantization["config_groups"]["group_1"] = int8 | {"targets": ["re:.*mlp.*"]}
     of_mlp = {(96, 64), (64, 96)}
 
     def encode(weight: np.ndarray) -> Encoded:
@@ -77,9 +72,7 @@ def test_a_tied_head_may_be_quantized(floats: pathlib.Path, tmp_path: pathlib.Pa
         tensors.update({f"lm_head.{end}": np.ascontiguousarray(a) for end, a in parts.items()})
 
     change_tensors(tmp_path, change)
-    fields = json.loads((tmp_path / "config.json").read_text())
-    del fields["tie_word_embeddings"]
-    (tmp_path / "config.json").write_text(json.dumps(fields))
+    change_config(tmp_path, tie_word_embeddings=None)
     assert not open_checkpoint(tmp_path).config.tie_word_embeddings
     np.testing.assert_array_equal(open_checkpoint(tmp_path).read("lm_head.weight"), head)
 
@@ -114,18 +107,6 @@ def test_biases_of_zeros_beside_quantized_weights_are_ignored(
     load_llama(tmp_path)
     change_tensors(tmp_path, lambda tensors: tensors.update({name: zeros[name] + 1}))
     assert f"the files hold tensor '{name}'" in refusal(tmp_path)
-
-
-def test_a_scheme_of_the_cache_alone_quantizes_no_weight(
-    floats: pathlib.Path, tmp_path: pathlib.Path
-):
-    of_cache = {"num_bits": 8, "type": "float", "strategy": "tensor"}
-    quantization = {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}}
-    wanted = publish(
-        floats, tmp_path, quantization | {"kv_cache_scheme": of_cache}, lambda a: ({"weight": a}, a)
-    )
-    assert "model.layers.0.self_attn.k_scale" not in open_checkpoint(tmp_path).tensors
-    assert set(open_checkpoint(tmp_path).tensors) == set(wanted)
 
 
 def test_fp8_blocks_are_those_of_transformers(floats: pathlib.Path, tmp_path: pathlib.Path):

@@ -1,7 +1,5 @@
 """The weights that ship with kvq state their checksum, so damage is seen when they are loaded."""
 
-from __future__ import annotations
-
 import pathlib
 import shutil
 

@@ -1,8 +1,6 @@
 """Fetching a model: whole or not at all, whatever the network does, and never with another content
 than the pinned one."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import pathlib

@@ -1,17 +1,12 @@
 """A model that chats."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 import shutil
 
 import pytest
 
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}|{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
+from tests.kvq_models.checkpoints import CHAT_TEMPLATE
 
 
 @pytest.fixture(scope="module")
@@ -20,5 +15,5 @@ def talker(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> pat
     directory = tmp_path_factory.mktemp("talker") / "model"
     shutil.copytree(model, directory)
     path = directory / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": TEMPLATE}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": CHAT_TEMPLATE}))
     return directory

@@ -1,8 +1,6 @@
 """Read docs/json.md as the tests need it: a heading per format, and in its section every key in
 code marks."""
 
-from __future__ import annotations
-
 import functools
 import pathlib
 import re

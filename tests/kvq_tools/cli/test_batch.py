@@ -1,8 +1,6 @@
 """`kvq generate --prompts`: each prompt gets the answer that it gets alone, and an interrupted run
 continues where it stopped."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 
@@ -46,27 +44,19 @@ def test_every_prompt_gets_the_answer_that_it_gets_alone(
 ):
     out = tmp_path / "answers.jsonl"
     done = run_json("generate", model, "--prompts", prompts, "--out", out, *OPTIONS)
-    assert (
-        done["format"],
-        done["prompts"],
-        done["answered"],
-        done["answered_before"],
-        done["slots"],
-    ) == ("kvq.batch", 5, 5, 0, 2)
+    counts = {"prompts": 5, "answered": 5, "answered_before": 0, "slots": 2}
+    assert done.items() >= ({"format": "kvq.batch"} | counts).items()
     found = answers(out)
     assert set(found) == {0, "dog", 2, 3, 4}
     assert done["new_tokens"] == sum(len(answer["tokens"]) for answer in found.values())
     assert found["dog"]["new_tokens"] <= 5
     for i, prompt in enumerate(PROMPTS):
+        asked = prompt if isinstance(prompt, dict) else {"prompt": prompt}
         single, alone = tmp_path / f"{i}.jsonl", tmp_path / f"answer{i}.jsonl"
-        single.write_text(
-            lines([(prompt if isinstance(prompt, dict) else {"prompt": prompt}) | {"id": "one"}])
-        )
+        single.write_text(lines([asked | {"id": "one"}]))
         assert run("generate", model, "--prompts", single, "--out", alone, *OPTIONS)[0] == 0
-        name = prompt.get("id", i) if isinstance(prompt, dict) else i
-        assert {**answers(alone)["one"], "id": 0, "key": 0} == {**found[name], "id": 0, "key": 0}, (
-            name
-        )
+        together, apart = found[asked.get("id", i)], answers(alone)["one"]
+        assert {**apart, "id": 0, "key": 0} == {**together, "id": 0, "key": 0}, prompt
     one = run_json("generate", model, "--prompt", PROMPTS[0], *OPTIONS[:2], "--capacity", "64")
     assert (one["tokens"], one["text"]) == (found[0]["tokens"], found[0]["text"])
 
@@ -96,7 +86,7 @@ def test_a_run_that_was_cut_goes_on(
     assert errors.endswith("kvq: interrupted: run the same command again to continue\n")
     with out.open("ab") as file:
         file.write(b'{"id": "dog", "key": "a line that was cu')
-    first = list(answers_of_whole_lines(out))
+    first = [json.loads(line)["id"] for line in out.read_text().splitlines()[:-1]]
     assert len(first) == 2
     code, printed, errors = run(*command, out, *OPTIONS)
     assert code == 0, errors
@@ -108,10 +98,6 @@ def test_a_run_that_was_cut_goes_on(
     code, printed, _ = run(*command, out, *OPTIONS)
     assert (code, printed) == (0, "[5 prompts, 5 were there; nothing to do]\n")
     assert not list(tmp_path.glob(".*.lock"))
-
-
-def answers_of_whole_lines(path: pathlib.Path) -> list[str | int]:
-    return [json.loads(line)["id"] for line in path.read_text().splitlines() if line.endswith("}")]
 
 
 @pytest.mark.parametrize(

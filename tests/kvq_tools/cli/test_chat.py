@@ -1,7 +1,5 @@
 """`kvq chat`: one cache always holds the conversation token for token, however turns end."""
 
-from __future__ import annotations
-
 import io
 import json
 import re
@@ -23,6 +21,7 @@ from tests.exhaustive import some
 CACHES = ("kivi:bits=2,recent=8,block=8", "innerq:bits=2,sink=4,recent=8,block=8")
 CACHE = CACHES[0]
 NEW = 12  # tokens of an answer: one segment, and a part of another
+CAPACITY = 256
 WIDTH = 128  # tokens of every prefill of a replay; `kvq chat` pads no further than it must
 STEP, TRIM = jax.jit(decode_step), jax.jit(kvq.rows.trim)
 SAID = ("the cat is", "the dog", "the key of the key is seven")
@@ -50,28 +49,15 @@ def loaded(endless):
     return load_llama(endless, dtype="float32")
 
 
-def conversation(
-    loaded,
-    spec=CACHE,
-    *,
-    template=TEMPLATE,
-    end="|",
-    capacity=256,
-    new=NEW,
-    system=None,
-    llama=None,
-):
+def conversation(loaded, spec=CACHE, *, template=TEMPLATE, end="|", new=NEW, llama=None):
     model, tokenizer = loaded
     model = llama or model
     tokenizer.chat_template = template.replace("END", end)
-    settings = AnswerSettings(new, Sampling(), 0, None)
-    return Conversation(
-        model,
-        tokenizer,
-        lambda: kvq.init_cache(spec, model.config, 1, capacity, "float32"),
-        settings,
-        system,
-    )
+
+    def new_cache() -> kvq.cache.Cache:
+        return kvq.init_cache(spec, model.config, 1, CAPACITY, "float32")
+
+    return Conversation(model, tokenizer, new_cache, AnswerSettings(new, Sampling(), 0, None), None)
 
 
 def said(talk, message, **options):
@@ -81,10 +67,10 @@ def said(talk, message, **options):
     return turn, (answers[-1] if answers else [])
 
 
-def replayed(llama, spec, steps, capacity=256):
+def replayed(llama, spec, steps):
     """Return a fresh cache fed with the same steps: the tokens that a turn keeps, its new tokens in
     one prefill, the answer token by token."""
-    cache = kvq.init_cache(spec, llama.config, 1, capacity, "float32")
+    cache = kvq.init_cache(spec, llama.config, 1, CAPACITY, "float32")
     for turn, answer in steps:
         if turn.kept < int(cache.lengths[0]):
             cache = TRIM(cache, jnp.asarray([turn.kept]))
@@ -121,10 +107,8 @@ def test_turns_add_their_own_tokens_to_one_cache(loaded, spec):
     llama, tokenizer = loaded
     talk = conversation(loaded, spec)
     steps = [said(talk, message) for message in SAID]
-    assert [turn.kept for turn, _ in steps] == [
-        0,
-        *(sum(len(t.tokens) + len(a) for t, a in steps[:n]) for n in (1, 2)),
-    ]
+    held = [sum(len(t.tokens) + len(a) for t, a in steps[:n]) for n in range(3)]
+    assert [turn.kept for turn, _ in steps] == held
     assert all(len(answer) == NEW for _, answer in steps)
     assert_holds(talk, llama, spec, steps)
     rendered = text_input.render_chat(tokenizer, list(talk.messages))
@@ -213,14 +197,8 @@ def talking(endless, tmp_path, run, monkeypatch):
 
     def talk(typed, *arguments):
         monkeypatch.setattr("sys.stdin", io.StringIO(typed) if isinstance(typed, str) else typed)
-        return run(
-            "chat",
-            directory,
-            f"--cache={CACHE}",
-            "--dtype=float32",
-            f"--max-new-tokens={NEW}",
-            *arguments,
-        )
+        command = f"chat {directory} --cache={CACHE} --dtype=float32 --max-new-tokens={NEW}"
+        return run(command, *arguments)
 
     return talk
 
@@ -242,19 +220,12 @@ def test_a_piped_conversation_prints_each_answer_and_what_the_cache_holds(talkin
     before = 0
     for turn, (tokens, exact, quantized, ratio) in zip(turns, lines, strict=True):
         contents = turn["holds"]
-        assert (
-            contents["tokens"]
-            == before + turn["prefilled_tokens"] + turn["new_tokens"]
-            == int(tokens)
-        )
-        assert (
-            contents["full_precision_tokens"] + contents["quantized_tokens"]
-            == contents["tokens"]
-            == int(exact) + int(quantized)
-        )
-        assert contents["bytes"] == kvq.size.nbytes(
-            kvq.init_cache(CACHE, llama.config, 1, contents["tokens"], "float32")
-        )
+        assert contents["tokens"] == before + turn["prefilled_tokens"] + turn["new_tokens"]
+        parts = contents["full_precision_tokens"], contents["quantized_tokens"]
+        assert (contents["tokens"], *parts) == (int(tokens), int(exact), int(quantized))
+        assert sum(parts) == contents["tokens"]
+        layout = kvq.cache.layout(CACHE, llama.config, 1, contents["tokens"], "float32")
+        assert contents["bytes"] == kvq.size.nbytes(layout)
         assert contents["bf16_bytes"] == kvq.size.dense_nbytes(llama.config, 1, contents["tokens"])
         assert float(ratio) == pytest.approx(contents["bf16_bytes"] / contents["bytes"], abs=0.01)
         assert turn["finish"] == "max-new-tokens"

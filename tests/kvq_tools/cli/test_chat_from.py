@@ -1,8 +1,6 @@
 """`kvq chat --from`: a text or the beginning of a chat that `kvq prefill` saved goes on as a chat,
 and is not read again."""
 
-from __future__ import annotations
-
 import io
 import pathlib
 

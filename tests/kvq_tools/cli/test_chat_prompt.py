@@ -1,7 +1,5 @@
 """The ids of a chat prompt: a template writes special tokens itself."""
 
-from __future__ import annotations
-
 from kvq_models.llama.gguf_tokenizer import core_of, tokenizer_of
 from kvq_tools.cli import text_input
 from tests.kvq_models.gguf_files import byte_level

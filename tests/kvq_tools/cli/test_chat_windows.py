@@ -1,8 +1,6 @@
 """`kvq chat` with sliding windows: a turn that goes back further than a window reads the
 conversation again."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,9 +11,8 @@ from kvq_tools.cli.console import UserError
 from kvq_tools.cli.conversation import AnswerSettings, Conversation
 from kvq_tools.cli.handover import SavedPrompt
 from tests.kvq_models.checkpoints import random_llama, tiny_config
-from tests.kvq_tools.cli.test_chat import REWRITING, assert_holds, said
+from tests.kvq_tools.cli.test_chat import CACHE, CAPACITY, REWRITING, assert_holds, said
 
-CACHE, CAPACITY = "kivi:bits=2,recent=8,block=8", 256
 FAR, NEAR = 100, 12  # tokens of an answer, beyond a trim's slack of 64 and within it
 
 

@@ -1,8 +1,6 @@
 """`kvq generate` reports the kernels that ran, in a process that believes it has a GPU and
 interprets kernels."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest
@@ -13,23 +11,15 @@ from pallas_kernels.launch import Launch
 from tests.kvq_models.checkpoints import random_llama, tiny_config
 
 CACHE = "kivi:bits=4,recent=32,block=32"
-NEW = 6
-
-
-def saved(layers: int, directory):
-    """Save a random model with a head_dim that kernels serve, without a tokenizer."""
-    save_llama(
-        random_llama(
-            tiny_config(head_dim=64, num_hidden_layers=layers, max_position_embeddings=256)
-        ),
-        directory,
-    )
-    return directory
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return saved(1, tmp_path_factory.mktemp("model"))
+    """Return a random model with a head_dim that kernels serve, without a tokenizer."""
+    directory = tmp_path_factory.mktemp("model")
+    config = tiny_config(head_dim=64, num_hidden_layers=1, max_position_embeddings=256)
+    save_llama(random_llama(config), directory)
+    return directory
 
 
 @pytest.fixture
@@ -50,26 +40,19 @@ def launched(monkeypatch) -> list[Launch]:
     return found
 
 
-def arguments(model, cache: str = CACHE) -> list[str]:
-    ids = np.random.default_rng(0).integers(3, 96, 100)
-    return [
-        "generate",
-        model,
-        "--prompt-ids",
-        ",".join(map(str, ids)),
-        "--cache",
-        cache,
-        f"--max-new-tokens={NEW}",
-        "--dtype=float32",
-    ]
+def generate_command(model) -> str:
+    ids = ",".join(map(str, np.random.default_rng(0).integers(3, 96, 100)))
+    options = f"--cache {CACHE} --max-new-tokens 6 --dtype float32"
+    return f"generate {model} --prompt-ids {ids} {options}"
 
 
 def test_the_footer_says_pallas_where_kernels_read_the_cache(model, launched, run, run_json):
-    code, out, err = run(*arguments(model))
+    command = generate_command(model)
+    code, out, err = run(command)
     assert code == 0, err
     assert "; implementation pallas; " in out.splitlines()[-1]
     assert set(launched) == {Launch(interpret=True)}, "no kernel was traced, or another one"
-    found, xla = run_json(*arguments(model)), run_json(*arguments(model), "--implementation", "xla")
+    found, xla = run_json(command), run_json(command, "--implementation", "xla")
     assert (found["implementation"], xla["implementation"]) == ("pallas", "xla")
     assert found["quantized_tokens"] > 0, "nothing for a kernel to read"
     assert found["tokens"] == xla["tokens"]
@@ -80,12 +63,12 @@ def test_without_a_gpu_the_footer_says_native_or_why_not(model, run):
     """Negative control: the same command."""
     if jax.default_backend() == "gpu":
         pytest.skip("there is a GPU")
-    _, out, _ = run(*arguments(model))
+    _, out, _ = run(generate_command(model))
     here = (
         "native; " if dispatch.no_device("native") is None else "xla (no kernel: the CPU kernels "
     )
     assert f"; implementation {here}" in out.splitlines()[-1]
-    _, out, _ = run(*arguments(model), "--implementation", "xla")
+    _, out, _ = run(generate_command(model), "--implementation", "xla")
     assert "; implementation xla; " in out.splitlines()[-1], (
         "XLA needs no reason where it was asked for"
     )
@@ -93,15 +76,11 @@ def test_without_a_gpu_the_footer_says_native_or_why_not(model, run):
 
 def test_the_footer_says_why_no_native_kernel_ran(model, monkeypatch, run, run_json):
     monkeypatch.setattr(dispatch, "unavailable", lambda: "the CPU kernels were not compiled")
-    _, out, _ = run(*arguments(model))
-    assert (
-        "; implementation xla (no kernel: the CPU kernels were not compiled); "
-        in out.splitlines()[-1]
-    )
-    assert (
-        run_json("doctor", model, "--cache", CACHE)["facts"]["kernels here"]
-        == "none: the CPU kernels were not compiled"
-    )
-    code, _, err = run(*arguments(model), "--implementation", "native")
+    _, out, _ = run(generate_command(model))
+    reason = "the CPU kernels were not compiled"
+    assert f"; implementation xla (no kernel: {reason}); " in out.splitlines()[-1]
+    facts = run_json("doctor", model, "--cache", CACHE)["facts"]
+    assert facts["kernels here"] == f"none: {reason}"
+    code, _, err = run(generate_command(model), "--implementation", "native")
     assert code != 0
     assert "implementation='native' cannot run: the CPU kernels were not compiled" in err

@@ -1,7 +1,5 @@
 """The command line itself: its help, and output that cannot be written."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -46,24 +44,20 @@ def test_kvq_alone_shows_its_help(run, capsys, monkeypatch):
 @pytest.mark.parametrize(
     "request_",
     [
-        ("generate", "embedded", "--prompt", "a"),
-        ("generate", "embedded", "--prompts", "f", "--out", "o"),
-        ("prefill", "embedded", "--prompt", "a", "--out", "o"),
-        ("chat", "embedded"),
-        ("serve", "embedded"),
-        ("doctor", "embedded"),
-        ("calibrate", "embedded", "--text", "f", "--out", "o"),
+        "generate embedded --prompt a",
+        "generate embedded --prompts f --out o",
+        "prefill embedded --prompt a --out o",
+        "chat embedded",
+        "serve embedded",
+        "doctor embedded",
+        "calibrate embedded --text f --out o",
     ],
-    ids=lambda request_: request_[0],
 )
 def test_a_second_cache_is_refused_if_only_one_can_run(request_, run):
-    for caches in (("kivi", "dense"), ("dense", "dense"), ("kivi", "plan.json")):
-        code, out, err = run(*request_, *(part for c in caches for part in ("--cache", c)))
-        assert (code, out) == (2, "")
-        assert err == (
-            f"kvq: error: kvq {request_[0]} takes one --cache; to compare several, use kvq demo or"
-            " kvq eval\n"
-        )
+    told = f"kvq: error: kvq {request_.split()[0]} takes one --cache; to compare several, use"
+    for one, other in (("kivi", "dense"), ("dense", "dense"), ("kivi", "plan.json")):
+        refused = run(f"{request_} --cache {one} --cache {other}")
+        assert refused == (2, "", f"{told} kvq demo or kvq eval\n")
 
 
 def test_output_names_a_cache_as_it_was_typed(model, run):
@@ -75,10 +69,8 @@ def test_output_names_a_cache_as_it_was_typed(model, run):
 
 
 def test_methods_shows_the_named_ones_alone(run, run_json):
-    assert [m["name"] for m in run_json("methods", "xquant", "kivi")["methods"]] == [
-        "xquant",
-        "kivi",
-    ]
+    named = run_json("methods", "xquant", "kivi")["methods"]
+    assert [method["name"] for method in named] == ["xquant", "kivi"]
     code, out, _ = run("methods", "kivi")
     assert code == 0
     assert out.startswith(f"kivi: {kvq.methods.METHODS['kivi'].summary}")

@@ -1,8 +1,6 @@
 """Compiled programs are kept between runs: where, how long, and not if the user decides
 otherwise."""
 
-from __future__ import annotations
-
 import pathlib
 import warnings
 from collections import Counter

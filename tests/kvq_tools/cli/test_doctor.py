@@ -1,7 +1,5 @@
 """`kvq doctor`: warnings that a config or a key bias implies, exact layers, and kernels."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -45,17 +43,13 @@ def test_doctor_warns_of_a_large_key_bias_where_key_groups_are_per_token_and_rea
 
 def test_doctor_tells_which_layers_are_exact_and_why(tmp_path, run, run_json):
     save_llama(random_llama(tiny_config()), tmp_path)
-    found = run_json(
-        "doctor", tmp_path, "--cache", "kivi:bits=4@1/2,recent=8,block=8,skip_layers=0"
-    )
+    command = f"doctor {tmp_path} --cache kivi:bits=4@1/2,recent=8,block=8,skip_layers=0"
+    found = run_json(command)
     first, second = found["layers"]
     assert (first["quantized"], first["reason"]) == (False, "skip_layers names it")
     assert (second["quantized"], second["reason"]) == (True, None)
     assert second["k"]["bits"] == second["v"]["bits"] == 4, "the per-layer value is resolved"
-    _, text, _ = run(
-        "doctor", tmp_path, "--cache", "kivi:bits=4@1/2,recent=8,block=8,skip_layers=0"
-    )
-    assert "skip_layers names it" in text
+    assert "skip_layers names it" in run(command)[1]
 
 
 @pytest.mark.parametrize(
@@ -83,10 +77,7 @@ def test_doctor_tells_whether_kernels_can_read_a_cache(run, run_json):
     assert {layer["no_kernel"] for layer in served["layers"]} == {None}
     spec = "kivi:bits=4,group_size=16"
     refused = run_json("doctor", EMBEDDED, "--cache", spec)
-    assert all(
-        layer["no_kernel"] == "k: blocks of 16 tokens; kernels read spans of 32"
-        for layer in refused["layers"]
-    )
-    assert "XLA: k: blocks of 16 tokens" in " ".join(
-        run("doctor", EMBEDDED, "--cache", spec)[1].split()
-    )
+    reason = "k: blocks of 16 tokens; kernels read spans of 32"
+    assert {layer["no_kernel"] for layer in refused["layers"]} == {reason}
+    text = " ".join(run("doctor", EMBEDDED, "--cache", spec)[1].split())
+    assert "XLA: k: blocks of 16 tokens" in text

@@ -1,8 +1,6 @@
 """Help and refusals come before JAX is imported, and say what the commands would. Counting bytes
 needs no reader of weights or tokens, whose import takes longer than all counting."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 import struct

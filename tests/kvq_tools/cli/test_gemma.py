@@ -1,8 +1,6 @@
 """Gemma 3 as its GGUF file has it, with random weights: a windowed layer below a global one, and
 SentencePiece's tokens. It generates, is evaluated, planned for and served."""
 
-from __future__ import annotations
-
 import pathlib
 
 import numpy as np

@@ -1,8 +1,6 @@
 """Ctrl-C in a real terminal ends the command within a second with one line and status 130, even
 while XLA compiles."""
 
-from __future__ import annotations
-
 import os
 import select
 import struct

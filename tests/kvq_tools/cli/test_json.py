@@ -4,8 +4,6 @@ objects, too.
 The fixture `run_json` compares the keys of every object that it reads with the page.
 """
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -17,16 +15,12 @@ from tests.kvq_tools.cli.json_page import sections, undescribed_keys
 
 @pytest.mark.parametrize(
     "arguments",
-    [
-        ("methods", "kivi"),
-        ("fetch",),
-        ("memory", "embedded", "--cache", "kivi"),
-        ("doctor", "embedded"),
-    ],
+    ["methods kivi", "fetch", "memory embedded --cache kivi", "doctor embedded"],
 )
 def test_an_object_names_its_format(arguments, run_json):
-    found = run_json(*arguments)
-    assert found["format"] == ("kvq.models" if arguments == ("fetch",) else f"kvq.{arguments[0]}")
+    found = run_json(arguments)
+    command = arguments.split()[0]
+    assert found["format"] == ("kvq.models" if command == "fetch" else f"kvq.{command}")
     assert found["version"] == 1
     assert undescribed_keys(found | {"new_key": 1}) == ["new_key"]
 
@@ -63,21 +57,8 @@ def test_an_interruption_is_an_object_too(run, monkeypatch):
 
 def test_control_characters_in_an_object_are_escapes(capsys):
     """A terminal obeys none of them, and a reader gets the original text back."""
-    text = (
-        "".join(
-            map(
-                chr,
-                (
-                    *range(32),
-                    *range(0x7F, 0xA0),
-                    *range(0x202A, 0x202F),
-                    *range(0x2066, 0x206A),
-                    0xD800,
-                ),
-            )
-        )
-        + "é漢🙂"
-    )
+    controls = *range(32), *range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)
+    text = "".join(map(chr, (*controls, 0xD800))) + "é漢🙂"
     print_json("test", {"text": text, text: ["list", text]})
     out = capsys.readouterr().out
     shown = sorted({ch for ch in out if not ch.isprintable()})

@@ -1,14 +1,19 @@
 """`kvq lm-eval` passes its command line on unchanged, and kvq is one of lm-evaluation-harness's
 models."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest
 
 from kvq_tools import evaluation
 from kvq_tools.cli.commands import lm_eval as command
+
+
+@pytest.fixture
+def model():
+    """Return the module of lm-eval's model."""
+    name, reason = "kvq_tools.evaluation.lm_eval_model", "the extra eval is not installed"
+    return pytest.importorskip(name, reason=reason, exc_type=ImportError)
 
 
 @pytest.mark.parametrize(
@@ -22,12 +27,7 @@ from kvq_tools.cli.commands import lm_eval as command
         (["ls", "tasks"], ["ls", "tasks"]),
     ],
 )
-def test_the_command_line_is_passed_on_with_a_model(arguments, passed, run, monkeypatch):
-    model = pytest.importorskip(
-        "kvq_tools.evaluation.lm_eval_model",
-        reason="the extra eval is not installed",
-        exc_type=ImportError,
-    )
+def test_the_command_line_is_passed_on_with_a_model(arguments, passed, model, run, monkeypatch):
     seen = []
     monkeypatch.setattr(sys, "argv", sys.argv)
     monkeypatch.setattr(model, "cli_evaluate", lambda: seen.append(list(sys.argv)))
@@ -36,12 +36,8 @@ def test_the_command_line_is_passed_on_with_a_model(arguments, passed, run, monk
     assert seen == [["kvq lm-eval", *passed]]
 
 
+@pytest.mark.usefixtures("model")
 def test_lm_eval_knows_the_model():
-    pytest.importorskip(
-        "kvq_tools.evaluation.lm_eval_model",
-        reason="the extra eval is not installed",
-        exc_type=ImportError,
-    )
     from lm_eval.api.registry import get_model
 
     assert get_model(command.MODEL).__name__ == "KvqLM"
@@ -49,11 +45,8 @@ def test_lm_eval_knows_the_model():
 
 def test_without_lm_eval_the_error_names_the_extra(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    for module in [
-        name
-        for name in sys.modules
-        if name.startswith(("lm_eval.", "kvq_tools.evaluation.lm_eval_model"))
-    ]:
+    loaded = ("lm_eval.", "kvq_tools.evaluation.lm_eval_model")
+    for module in [name for name in sys.modules if name.startswith(loaded)]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.delattr(evaluation, "lm_eval_model", raising=False)
     code, out, err = run("lm-eval", "ls", "tasks")

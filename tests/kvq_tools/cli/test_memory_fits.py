@@ -1,14 +1,14 @@
 """`kvq memory --budget` without a cache: what fits, from config.json alone, with measured KL."""
 
-from __future__ import annotations
-
-import shutil
+import json
 
 import pytest
 
 import kvq_jax as kvq
 from benchmarks import measured_caches
+from kvq_models.llama.checkpoint import read_config
 from kvq_tools.planning import measured
+from tests.kvq_models.checkpoints import tiny_config
 
 ACCUMULATING = "xquant_cl:bits=2,sink=32,recent=96"  # has working memory beside the cache
 ASKED = ("--context", "4K", "--batch", 8)
@@ -17,19 +17,13 @@ ASKED = ("--context", "4K", "--batch", 8)
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
     """Return a config.json of four layers, alone in its folder."""
-    from kvq_models import save_llama
-    from tests.kvq_models.checkpoints import random_llama, tiny_config
-
     dims = {"head_dim": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
-    whole, alone = (tmp_path_factory.mktemp(name) for name in ("whole", "alone"))
-    save_llama(random_llama(tiny_config(max_position_embeddings=8192, **dims)), whole)
-    shutil.copy(whole / "config.json", alone)
-    return alone / "config.json"
+    path = tmp_path_factory.mktemp("alone") / "config.json"
+    path.write_text(json.dumps(tiny_config(max_position_embeddings=8192, **dims).to_hf()))
+    return path
 
 
 def sizes(config, context=4096):
-    from kvq_models.llama.checkpoint import read_config
-
     dims = read_config(config.parent)
     names = ("dense", *(cache.name for cache in measured.measurements().caches))
     return {name: kvq.size.of(name, dims, 8, context).resident for name in names}

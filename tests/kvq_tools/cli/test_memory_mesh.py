@@ -1,29 +1,26 @@
 """`kvq memory --mesh`: the share of each device, from config.json alone."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 
 import pytest
 
-MODEL = {
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
-}
+from tests.kvq_models.checkpoints import tiny_config
+
+MODEL = tiny_config(
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    max_position_embeddings=131072,
+)
 
 
 @pytest.fixture
 def eight_billion(tmp_path: pathlib.Path) -> pathlib.Path:
-    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    (tmp_path / "config.json").write_text(json.dumps(MODEL.to_hf()))
     return tmp_path
 
 
@@ -31,18 +28,11 @@ def test_ten_million_tokens_fit_eight_devices_quantized_and_not_in_full(
     run_json, eight_billion: pathlib.Path
 ):
     """KVQuant claims 10M tokens on eight GPUs. Here: an 8B model with 8 KV heads on eight H200s."""
-    caches = [
-        part for name in ("kivi:bits=2", "kvquant:bits=3", "dense") for part in ("--cache", name)
-    ]
-    found = run_json(
-        "memory", eight_billion, *caches, "--context", "10M", "--mesh", "auto", "--devices", "8"
-    )
+    caches = "--cache kivi:bits=2 --cache kvquant:bits=3 --cache dense"
+    found = run_json(f"memory {eight_billion} {caches} --context 10M --mesh auto --devices 8")
     kivi, kvquant, dense = (cache["mesh"] for cache in found["caches"])
-    assert [one["placement"] for one in (kivi, kvquant, dense)] == [
-        "heads=8",
-        "tokens=8",
-        "heads=8",
-    ]
+    placements = [one["placement"] for one in (kivi, kvquant, dense)]
+    assert placements == ["heads=8", "tokens=8", "heads=8"]
     assert [one["fits"] for one in (kivi, kvquant, dense)] == [True, True, False]
     assert 33e9 < kivi["total_bytes"] < 35e9
     assert 40e9 < kvquant["total_bytes"] < 42e9

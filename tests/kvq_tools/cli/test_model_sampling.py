@@ -1,7 +1,5 @@
 """Commands sample as the model asks for, unless an option says otherwise."""
 
-from __future__ import annotations
-
 import argparse
 import types
 

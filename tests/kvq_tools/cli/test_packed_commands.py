@@ -1,7 +1,5 @@
 """Commands with the packed weights of a GGUF file: what is read, and what is saved with it."""
 
-from __future__ import annotations
-
 import io
 import pathlib
 

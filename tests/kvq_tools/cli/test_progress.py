@@ -1,8 +1,6 @@
 """Progress on stderr: one at a time, on one line of a terminal, and a line every few seconds of a
 long prompt elsewhere."""
 
-from __future__ import annotations
-
 import io
 import re
 import sys

@@ -1,8 +1,6 @@
 """kvq quantize-weights: an ordinary checkpoint with few distinct weights, or one line and nothing
 written."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 import pytest

@@ -1,8 +1,6 @@
 """Questions about a text that `kvq prefill` saved: their answers are those of a joined prompt, and
 the saved text is not read again."""
 
-from __future__ import annotations
-
 import pathlib
 
 import jax.numpy as jnp

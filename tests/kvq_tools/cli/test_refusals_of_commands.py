@@ -1,8 +1,6 @@
 """One table over all commands: what a user gets wrong is one line and exit code 2, found before
 weights are read."""
 
-from __future__ import annotations
-
 import pathlib
 import shlex
 
@@ -31,6 +29,12 @@ REFUSED = [
     ("generate {model} --prompt a --cache kivi:bit=2", "options: bits, group_size"),
     ("generate {model} --prompt a --cache kivi:group_size=7,block=7", "divisors"),
     ("generate {model} --prompt a --temperature=-1", "temperature=-1.0"),
+    ("generate {model} --prompt a --draft 3 --temperature 0.5", "for greedy decoding"),
+    ("generate {model} --prompt a --draft 3 --mesh heads=2", "on one device"),
+    (
+        "generate {bare} --prompt-ids=1,2 --cache=kivi:pre_rope=true --implementation=pallas",
+        "implementation='pallas' cannot run: ",
+    ),
     ("generate {model} --prompt a --seed 99999999999999999999999999", "argument --seed: '9999"),
     ("generate {model} --cahce=kivi", "has no option --cahce. Did you mean --cache?"),
     ("memory {model} --cache kivy", "Did you mean kivi?"),

@@ -1,8 +1,6 @@
 """`kvq serve` as a process: it prints its address, and SIGTERM ends it once accepted requests are
 answered."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import os
@@ -21,20 +19,11 @@ from kvq_tools.serving.sockets import bound_socket, let_restart
 def serving(model: pathlib.Path, tmp_path: pathlib.Path):
     """Return a process of `kvq serve` with a random model, and the facts that it printed when it
     was ready."""
-    size = ("--slots", "2", "--capacity", "192")
-    arguments = [
-        "serve",
-        str(model),
-        "--cache=kivi:bits=2",
-        "--port=0",
-        *size,
-        "--name=tiny",
-        "--json",
-    ]
-    arguments += ["--prefix-dir", str(tmp_path / "prefixes"), "--prefix-disk", "1MiB"]
+    command = f"serve {model} --cache=kivi:bits=2 --port=0 --slots 2 --capacity 192 --name=tiny"
+    command += f" --json --prefix-dir {tmp_path / 'prefixes'} --prefix-disk 1MiB"
     environment = os.environ | {"KVQ_API_KEY": "from-the-environment"}
     process = subprocess.Popen(
-        [sys.executable, "-m", "kvq_tools", *arguments],
+        [sys.executable, "-m", "kvq_tools", *command.split()],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -54,31 +43,18 @@ def serving(model: pathlib.Path, tmp_path: pathlib.Path):
 def test_a_server_answers_what_it_accepted_after_sigterm(serving, tmp_path: pathlib.Path):
     process, facts = serving
     assert facts["format"] == "kvq.serve", process.communicate()[1]
-    assert (facts["name"], facts["slots"], facts["capacity"], facts["cache"]) == (
-        "tiny",
-        2,
-        192,
-        "kivi",
-    )
+    asked = {"name": "tiny", "slots": 2, "capacity": 192, "cache": "kivi"}
+    assert facts.items() >= asked.items()
     assert facts["cache_bytes"] > 0
     port = int(facts["url"].rpartition(":")[2])
     connections = []
     for n in range(6):  # four of them wait in the queue
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-        fields = {
-            "model": "tiny",
-            "prompt": "the cat is",
-            "max_tokens": 120 + n,
-            "temperature": 0,
-            "stream": True,
-        }
-        fields["stream_options"] = {"include_usage": True}
-        connection.request(
-            "POST",
-            "/v1/completions",
-            json.dumps(fields),
-            {"authorization": "Bearer from-the-environment", "content-type": "application/json"},
-        )
+        fields = {"model": "tiny", "prompt": "the cat is", "max_tokens": 120 + n, "temperature": 0}
+        body = json.dumps(fields | {"stream": True, "stream_options": {"include_usage": True}})
+        headers = {"authorization": "Bearer from-the-environment"}
+        headers |= {"content-type": "application/json"}
+        connection.request("POST", "/v1/completions", body, headers)
         connections.append(connection)
     answers = [connection.getresponse() for connection in connections]  # headers: all are accepted
     process.send_signal(signal.SIGTERM)

@@ -1,8 +1,6 @@
 """Prompts and texts: where they end, where they come from, how tokens are sampled, and in which
 dtype."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import io
@@ -66,11 +64,8 @@ def test_a_prompt_can_come_from_stdin_and_a_byte_order_mark_is_no_part_of_it(tmp
     for content, text in ((BOM + "né\n".encode(), "né\n"), (b"a\r\nb", "a\nb"), (b"", "")):
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content)))
         (tmp_path / "prompt.txt").write_bytes(content)
-        assert (
-            text_input.read_prompt("-")
-            == text_input.read_prompt(str(tmp_path / "prompt.txt"))
-            == text
-        )
+        assert text_input.read_prompt("-") == text
+        assert text_input.read_prompt(str(tmp_path / "prompt.txt")) == text
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff")))
     with pytest.raises(UserError, match="stdin is not UTF-8 text"):
         text_input.read_prompt("-")
@@ -97,10 +92,8 @@ def test_a_model_with_a_sliding_window_is_served_beyond_its_length(tmp_path, run
     (tmp_path / "config.json").write_text(json.dumps(fields))
     assert run_json("memory", tmp_path, "--cache", "dense")["context"] == 256
     found = run_json("doctor", tmp_path)
-    assert (found["context"], found["facts"]["sliding_window"]) == (
-        256,
-        "32 tokens in 2 of 2 layers",
-    )
+    window = found["facts"]["sliding_window"]
+    assert (found["context"], window) == (256, "32 tokens in 2 of 2 layers")
     beyond = run("generate", tmp_path, "--prompt-ids", "1,2,3", "--max-new-tokens", 40)
     assert "sliding window" not in beyond[2], beyond
     assert "safetensors" in beyond[2], "it is the weights that are missed"

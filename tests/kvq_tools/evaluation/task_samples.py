@@ -1,7 +1,5 @@
 """Samples of tasks on the embedded model, for tests."""
 
-from __future__ import annotations
-
 import functools
 import json
 

@@ -1,8 +1,6 @@
 """Each of the three modes equals its definition, written out by hand. The exact cache gives the
 exact model, a coarse one does not."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import jax

@@ -1,8 +1,6 @@
 """How a text becomes windows and bytes: every token is scored once, with enough context, and every
 byte belongs to one token."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,8 +1,6 @@
 """Quality is measured through the cache: the exact cache gives the model's numbers, and a worse
 cache worse ones."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

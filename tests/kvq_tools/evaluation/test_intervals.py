@@ -1,7 +1,5 @@
 """t intervals hold the truth as often as they say, and say nothing where there is no spread."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -19,9 +17,9 @@ def test_a_mean_of_few_windows_lies_in_95_of_100_intervals(windows: int):
     assert 0.93 < np.mean(inside) < 0.97
 
 
-@pytest.mark.parametrize("windows", [4])
-def test_a_ratio_of_few_windows_lies_in_95_of_100_intervals(windows: int):
+def test_a_ratio_of_few_windows_lies_in_95_of_100_intervals():
     """Windows differ by a factor of e, the caches' ratio by 10 % from window to window."""
+    windows = 4
     rng = np.random.default_rng(windows)
     hard = rng.lognormal(0, 1, (DRAWS, windows))
     ratios = 2 * rng.lognormal(0, 0.1, (DRAWS, windows))
@@ -49,7 +47,5 @@ def test_there_is_no_interval_without_a_spread_and_no_ratio_without_logs():
     assert paired_ratio([1.0], [2.0]).value == 0.5
     assert math.isnan(paired_ratio([1.0], [2.0]).interval.low)
     for windows, others in (([1.0, 2.0], [0.0, 1.0]), ([-1.0, 2.0], [1.0, 1.0]), ([], [])):
-        value, (low, high) = paired_ratio(windows, others)
-        assert math.isnan(value), (windows, others)
-        assert math.isnan(low), (windows, others)
-        assert math.isnan(high), (windows, others)
+        value, interval = paired_ratio(windows, others)
+        assert np.isnan([value, *interval]).all(), (windows, others)

@@ -1,7 +1,5 @@
 """lm-eval through a cache: its scores come from decoding, and the cache's bits move them."""
 
-from __future__ import annotations
-
 import functools
 import json
 import random
@@ -64,15 +62,8 @@ def task_folder(tmp_path, paragraphs, offline):
         choices.insert(answer, " ".join(text[at + 45 : at + 50]))
         # tokens that share a shape, which saves compiling
         context, whole = (" ".join(text[at : at + words]) for words in (45, 60))
-        rows.append(
-            {
-                "context": context,
-                "choices": choices,
-                "label": answer,
-                "next": choices[answer],
-                "text": whole,
-            }
-        )
+        row = {"context": context, "choices": choices, "label": answer, "text": whole}
+        rows.append(row | {"next": choices[answer]})
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     shared = {
         "dataset_path": "json",
@@ -155,22 +146,17 @@ def test_scores_are_those_of_decoding_and_change_with_the_bits(task_folder):
     results, answers = evaluated(dense, task_folder, CHOICES, LINES, TEXTS)
     moved, others = evaluated(coarse, task_folder, CHOICES, LINES, TEXTS)
 
-    pairs = [
-        pair for arguments, resps in answers[CHOICES] for pair in zip(arguments, resps, strict=True)
-    ]
-    expected = [
-        exact(dense, *dense._encode_pair(context, continuation))
-        for (context, continuation), _ in pairs
-    ]
-    assert len(pairs) == 18
-    assert worst([r for _, r in pairs], expected) < 1e-3
-    assert [greedy for _, (_, greedy) in pairs] == [greedy for _, greedy in expected]
-
-    assert worst([r for _, resps in others[CHOICES] for r in resps], expected) > 0.1
-    perplexity, coarser = (
-        results[TEXTS]["word_perplexity,none"],
-        moved[TEXTS]["word_perplexity,none"],
+    asked = [pair for arguments, _ in answers[CHOICES] for pair in arguments]
+    scores, coarse_scores = (
+        [score for _, scores in one[CHOICES] for score in scores] for one in (answers, others)
     )
+    expected = [exact(dense, *dense._encode_pair(*pair)) for pair in asked]
+    assert len(asked) == 18
+    assert worst(scores, expected) < 1e-3
+    assert [greedy for _, greedy in scores] == [greedy for _, greedy in expected]
+
+    assert worst(coarse_scores, expected) > 0.1
+    perplexity, coarser = (one[TEXTS]["word_perplexity,none"] for one in (results, moved))
     assert coarser > 1.01 * perplexity, f"2 bits: {coarser}, exact: {perplexity}"
     assert [r for _, r in others[LINES]] != [r for _, r in answers[LINES]]
     assert not any("," in text for _, texts in answers[LINES] + others[LINES] for text in texts)
@@ -227,10 +213,8 @@ def test_generation_is_that_of_generate_and_ends_at_the_first_stop(make, paragra
     lm = make()
 
     def text(*stops):
-        return lm.generate_until(
-            instances((paragraphs[0], {"until": list(stops), "max_gen_toks": 12})),
-            disable_tqdm=True,
-        )[0]
+        asked = instances((paragraphs[0], {"until": list(stops), "max_gen_toks": 12}))
+        return lm.generate_until(asked, disable_tqdm=True)[0]
 
     ids = lm.tok_encode(paragraphs[0])
     tokens = np.array([ids + [0] * (52 - len(ids))])

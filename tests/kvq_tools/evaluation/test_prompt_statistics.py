@@ -1,8 +1,6 @@
 """Caches that take statistics from a prompt get one in an evaluation, and all others are evaluated
 as before."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -15,30 +13,11 @@ from tests.methods_table import METHOD_CASES, MethodCase, cases
 # a family with a key bias, which one row of the table subtracts
 CONFIG = tiny_config("qwen2", hidden_size=128, head_dim=32)
 WITH = (
-    "innerq2",
-    "innerq3_sym",
-    "innerq2_hybrid_prefill",
-    "innerq2_slot",
-    "innerq2_no_bias",
-    "mixed",
-    "squat2",
-    "squat3_pre",
+    *("innerq2", "innerq3_sym", "innerq2_hybrid_prefill", "innerq2_slot", "innerq2_no_bias"),
+    *("mixed", "squat2", "squat3_pre", "polar_global", "kvquant3_online", "fp8", "fp8_head"),
+    *("nvfp4", "squat2_rotated_no_bias", "zipcache42", "zipcache83"),
 )
-WITH += (
-    "polar_global",
-    "kvquant3_online",
-    "fp8",
-    "fp8_head",
-    "nvfp4",
-    "squat2_rotated_no_bias",
-    "zipcache42",
-    "zipcache83",
-)
-KIVI, INNERQ, SQUAT = (
-    "kivi:recent=8,block=8",
-    "innerq:sink=4,recent=8,block=8,group_size=8",
-    "squat:recent=8,block=8",
-)
+KIVI, INNERQ = "kivi:recent=8,block=8", "innerq:sink=4,recent=8,block=8,group_size=8"
 LENGTH = 80
 
 
@@ -53,24 +32,19 @@ def ids():
 
 
 def test_the_table_has_both_kinds():
-    assert {
-        case.id for case in METHOD_CASES if kvq.cache.has_prompt_statistics(case.spec, CONFIG)
-    } == set(WITH)
-    for spec in (
-        "innerq:normalize=false",
-        "innerq:skip_layers=0-1",
-        "polarquant",
-        "k=dense+v=innerq",
-    ):
-        assert not kvq.cache.has_prompt_statistics(spec, CONFIG), spec
+    def takes(spec: str) -> bool:
+        return kvq.cache.has_prompt_statistics(spec, CONFIG)
+
+    assert {case.id for case in METHOD_CASES if takes(case.spec)} == set(WITH)
+    plain = ("innerq:normalize=false", "innerq:skip_layers=0-1", "polarquant", "k=dense+v=innerq")
+    assert not [spec for spec in plain if takes(spec)]
 
 
 @cases(every=True)
 def test_the_default_prompt_is_as_long_as_the_caches_need(case: MethodCase, ids):
     def prompt(*specs: str, **options) -> int:
-        return run.check_request(
-            CONFIG, ids, [kvq.parse(spec) for spec in specs], window=48, stride=20, **options
-        ).prompt
+        sizes = {"window": 48, "stride": 20} | options
+        return run.check_request(CONFIG, ids, list(map(kvq.parse, specs)), **sizes).prompt
 
     needed = 28 if case.id in WITH else 0
     assert prompt(case.spec) == prompt("dense", case.spec) == needed
@@ -80,9 +54,7 @@ def test_the_default_prompt_is_as_long_as_the_caches_need(case: MethodCase, ids)
     if needed:
         for options in ({"prompt": 0}, {"stride": 48}):
             with pytest.raises(ValueError, match="takes statistics from a prompt"):
-                run.check_request(
-                    CONFIG, ids, [kvq.parse(case.spec)], **({"window": 48, "stride": 20} | options)
-                )
+                prompt(case.spec, **options)
     else:
         assert prompt(case.spec, prompt=0) == 0
 

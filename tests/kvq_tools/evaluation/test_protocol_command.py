@@ -1,7 +1,5 @@
 """`kvq eval --protocol`: equal windows for all caches, both readings, and what it refuses."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvq_tools.evaluation.protocol import READINGS, RECENT, SINK

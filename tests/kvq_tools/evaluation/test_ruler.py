@@ -1,8 +1,6 @@
 """Variable tracking, common words and frequent words: the answer follows from the prompt, and from
 nothing else in it."""
 
-from __future__ import annotations
-
 import collections
 import re
 

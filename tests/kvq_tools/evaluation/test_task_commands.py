@@ -1,7 +1,5 @@
 """Task commands: default lengths, tables, and users' mistakes in one line."""
 
-from __future__ import annotations
-
 import argparse
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """Samples from files: they are asked as they are, and bad files are named with their line."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -23,18 +21,15 @@ def test_ready_made_samples_are_asked_as_they_are(tmp_path):
         {"input": "b", "target": "1"},
     )
     first, _ = passkey.from_file(keys, prompts)
-    assert (
-        prompt_text(first)
-        == "No. The pass key is 12345. No. No.What is the pass key? The pass key is "
-    )
+    asked = "No. The pass key is 12345. No. No.What is the pass key? The pass key is "
+    assert prompt_text(first) == asked
     assert (first.answers, first.labels["depth"]) == (("12345",), 0.5)
     assert len(passkey.from_file(keys, prompts, limit=1)) == 1
     whole = {"input": "hay needle hay. It is", "outputs": ["needle", "hay"]}
     split = {"input": "hay needle hay.", "answer_prefix": " It is", "outputs": ["needle"]}
     file = lines(tmp_path / "hay", whole, split)
-    assert [prompt_text(sample) for sample in niah.from_file(file, prompts, suffix=":")] == [
-        "hay needle hay. It is:"
-    ] * 2
+    asked = map(prompt_text, niah.from_file(file, prompts, suffix=":"))
+    assert list(asked) == ["hay needle hay. It is:"] * 2
     assert niah.from_file(file, prompts)[0].answers == ("needle", "hay")
 
 
@@ -69,8 +64,7 @@ BAD_FILES = {
 @pytest.mark.parametrize("case", BAD_FILES)
 def test_a_bad_file_is_named_with_its_line(case, tmp_path):
     content, message = BAD_FILES[case]
-    if content is not None:
-        (tmp_path / "file").write_text(content)
+    (tmp_path / "file").write_text(content)
     with pytest.raises((ValueError, OSError), match=re.escape(message)):
         niah.from_file(tmp_path / "file", embedded_prompts())
 

@@ -1,7 +1,5 @@
 """Scores of the task evaluations on hand-made answers, right and wrong ones."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvq_tools.evaluation.tasks import niah, passkey

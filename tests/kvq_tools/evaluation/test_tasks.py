@@ -1,8 +1,6 @@
 """Tasks: prompts have the documented content, generation runs through the cache, and user errors
 are one line."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re

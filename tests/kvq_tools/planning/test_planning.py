@@ -1,8 +1,6 @@
 """Plans: budgets are met as well as possible, a side measured alone equals a whole cache's, and
 files are read or refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json
@@ -29,16 +27,10 @@ STEP = 4
 
 def drawn(layers: int, chunks: int, seed: int = 0) -> Costs:
     rng = np.random.default_rng(seed)
-    energies = np.sort(
-        np.exp(rng.normal(0, 2, (layers, 2, chunks)) + rng.normal(0, 1, (layers, 2, 1))), axis=-1
-    )[..., ::-1]
-    return Costs(
-        energies,
-        {
-            (l, side): {2: 0.5, 6: rng.uniform(1, 3)}
-            for l, side in itertools.product(range(layers), SIDES)
-        },
-    )
+    logs = rng.normal(0, 2, (layers, 2, chunks)) + rng.normal(0, 1, (layers, 2, 1))
+    sides = itertools.product(range(layers), SIDES)
+    measured = {side: {2: 0.5, 6: rng.uniform(1, 3)} for side in sides}
+    return Costs(np.sort(np.exp(logs), axis=-1)[..., ::-1], measured)
 
 
 # --- allocation
@@ -147,20 +139,18 @@ def auto(planned, shallow, cache_folder):
 def test_auto_and_a_plans_file_are_the_cache_that_the_fast_plan_names(
     auto, run, run_json, tmp_path
 ):
-    fast = run_json(
-        "plan", auto, "--budget", "2bits", "--out", tmp_path / "plan.json", "--context", 256
-    )
+    file = tmp_path / "plan.json"
+    fast = run_json(f"plan {auto} --budget 2bits --out {file} --context 256")
     assert "k_widths" in fast["chosen"]
-    request = ("generate", auto, "--prompt=It was a dark and stormy night", "--max-new-tokens=2")
-    told = run_json(*request, "--cache", fast["chosen"], "--calibration", fast["calibration"])
-    for given in ("auto:bits=2", tmp_path / "plan.json"):
-        found = run_json(*request, "--cache", given)
+    request = f"generate {auto} --prompt='It was a dark and stormy night' --max-new-tokens=2"
+    told = run_json(request, "--cache", fast["chosen"], "--calibration", fast["calibration"])
+    for given in ("auto:bits=2", file):
+        found = run_json(request, "--cache", given)
         assert found["cache"] == told["cache"] == fast["chosen"], given
         assert found["calibration"] == fast["calibration"]
         assert found["tokens"] == told["tokens"]
-    sizes = run_json(
-        "memory", auto, "--cache", "auto:bits=2", "--cache", "auto:bits=4", "--context", 256
-    )["caches"]
+    memory = f"memory {auto} --cache auto:bits=2 --cache auto:bits=4 --context 256"
+    sizes = run_json(memory)["caches"]
     assert sizes[0]["cache_bytes"] == fast["caches"][1]["bytes"] < sizes[1]["cache_bytes"]
 
 
@@ -170,31 +160,20 @@ def test_a_measured_plan_goes_on_from_what_was_measured_and_takes_the_cache_of_t
     monkeypatch.setattr(measuring, "MEASURED", (2.0,))
     monkeypatch.setattr(measuring, "RIVALS", ("turboquant:bits=1", "kivi:bits=2"))
     monkeypatch.setattr(plan, "LENGTH", 128)
-    request = (
-        "plan",
-        shallow,
-        f"--text={PASSAGE}",
-        "--budget=2bits",
-        "--window=284",
-        "--windows=1",
-        "--context=512",
-        "--key-basis=best",
-    )
-    found = run_json(*request, "--out", tmp_path / "plan.json", "--picture", tmp_path / "plan.png")
-    checked = {
-        cache["name"]: cache for cache in found["caches"] if cache["measured_kl"] is not None
-    }
-    assert checked[found["chosen"]]["measured_kl"] == min(
-        cache["measured_kl"] for cache in checked.values()
-    )
+    sizes = "--budget=2bits --window=284 --windows=1 --context=512 --key-basis=best"
+    request = f"plan {shallow} --text={PASSAGE} {sizes}"
+    found = run_json(request, "--out", tmp_path / "plan.json", "--picture", tmp_path / "plan.png")
+    caches = {cache["name"]: cache for cache in found["caches"]}
+    checked = {name: one for name, one in caches.items() if one["measured_kl"] is not None}
+    least = min(cache["measured_kl"] for cache in checked.values())
+    assert checked[found["chosen"]]["measured_kl"] == least
     assert "turboquant:bits=1,sink=32,recent=96" in checked
     assert not any("kivi" in name for name in checked), "it has more bits than the budget"
     assert all(cache["body_bits_per_element"] <= 2 for cache in checked.values())
     ours = [name for name in checked if "waterfill" in name]
     assert {"key_basis=eigen" in name for name in ours} == {True, False}
-    assert {(side["key_basis"], side["layer"], side["side"]) for side in found["sides"]} == set(
-        itertools.product(BASES, range(2), SIDES)
-    )
+    sides = {(side["key_basis"], side["layer"], side["side"]) for side in found["sides"]}
+    assert sides == set(itertools.product(BASES, range(2), SIDES))
     assert found["prediction"]["factor"] >= 1
     assert kept.read_plan(tmp_path / "plan.json").spec == kvq.parse(found["chosen"])
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
@@ -203,7 +182,5 @@ def test_a_measured_plan_goes_on_from_what_was_measured_and_takes_the_cache_of_t
     monkeypatch.setattr(
         measuring, "measure_rows", lambda *_, **__: pytest.fail("a cache was read again")
     )
-    again = run_json(*request)
-    assert {
-        name: value for name, value in again.items() if name not in ("seconds", "out", "picture")
-    } == {name: value for name, value in found.items() if name not in ("seconds", "out", "picture")}
+    anew = dict.fromkeys(("seconds", "out", "picture"))
+    assert run_json(request) | anew == found | anew

@@ -1,7 +1,5 @@
 """Plans with keys in an eigenbasis: costs, sizes and the choice between bases."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import jax
@@ -28,10 +26,9 @@ DIMS = kvq.CacheDims(LAYERS, 2, 1, 64, 128)
 
 def calibration(basis: str, dims: kvq.CacheDims = DIMS) -> Calibration:
     rng = np.random.default_rng(0)
+    channels = {"k": 32 if basis == "pairs" else 64, "v": 64}
     tensors = {
-        f"layers.{layer}.{side}.energies": -np.sort(
-            -np.exp(rng.normal(0, 2, (1, 32 if (side, basis) == ("k", "pairs") else 64)))
-        )
+        f"layers.{layer}.{side}.energies": -np.sort(-np.exp(rng.normal(0, 2, (1, channels[side]))))
         for layer in range(LAYERS)
         for side in SIDES
     }
@@ -98,10 +95,8 @@ def test_a_plan_without_measurements_counts_and_chooses_both_bases(shallow, cach
     cache = kvq.init_cache(spec, llama.config, 1, 512, "bfloat16")
     assert kvq.size.nbytes(cache) == rows[name]["bytes"]
     added = sum(array.nbytes for array in jax.tree.leaves(parameters_for(prepared, spec)))
-    assert rows[name]["resident_by_batch"][0] == {
-        "batch": 1,
-        "bytes": rows[name]["bytes"] + added,
-    }
+    alone = rows[name]["resident_by_batch"][0]
+    assert alone == {"batch": 1, "bytes": rows[name]["bytes"] + added}
 
 
 def test_bits_of_a_budget_of_bytes_pay_for_the_matrices():

@@ -1,7 +1,5 @@
 """Plans of models with sliding windows: a bit counts as often as a layer keeps tokens."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,8 +1,6 @@
 """One small report for the tests of all files here. Its pictures are small, because drawing and
 packing their pixels is most of a page's time."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 
@@ -32,23 +30,10 @@ def made(tmp_path_factory):
     """Return a report of the embedded model, as the command writes it."""
     out = tmp_path_factory.mktemp("report")
     (out / "text.txt").write_text(TEXT)
-    caches = [part for cache in CACHES for part in ("--cache", cache)]
-    request = (
-        "report",
-        "embedded",
-        "--text",
-        out / "text.txt",
-        *caches,
-        *RUN,
-        "--contexts",
-        CONTEXT,
-        "--steps",
-        STEPS,
-        "--sample",
-        SAMPLE,
-    )
+    caches = [f"--cache={cache}" for cache in CACHES]
+    sizes = ("--contexts", CONTEXT, "--steps", STEPS, "--sample", SAMPLE, "--out", out)
     with _small_pictures():
-        assert call(*request, "--out", out) == 0
+        assert call("report", "embedded", "--text", out / "text.txt", *caches, *RUN, *sizes) == 0
     return out
 
 

@@ -1,7 +1,5 @@
 """One small run of `kvq report`, for tests."""
 
-from __future__ import annotations
-
 from kvq_tools.cli import main
 
 TEXT = (
@@ -15,12 +13,3 @@ RUN = ("--window", WINDOW, "--stride", STRIDE, "--limit", 64, "--mode", "fake", 
 
 def call(*arguments):
     return main.main([str(a) for a in arguments])
-
-
-def expect_error(result, message):
-    code, out, err = result
-    assert (code, out) == (2, ""), f"{code=} {out=} {err=}"
-    lines = err.splitlines()
-    assert len(lines) == 1, err
-    assert lines[0].startswith("kvq: error: ")
-    assert message in lines[0]

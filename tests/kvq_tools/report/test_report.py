@@ -1,8 +1,8 @@
 """kvq report: numbers, pictures and page of one small run, checked against plain computations."""
 
-from __future__ import annotations
-
+import functools
 import json
+import operator
 import pathlib
 import re
 
@@ -14,7 +14,8 @@ from kvq_tools.report import quality, schema
 
 pytest.importorskip("matplotlib", reason="pictures need matplotlib")
 from tests.float64 import rotated
-from tests.kvq_tools.report.small_report import CACHES, SAMPLE, STRIDE, WINDOW, expect_error
+from tests.kvq_tools.cli.test_cli_errors import assert_one_line_error
+from tests.kvq_tools.report.small_report import CACHES, SAMPLE, STRIDE, WINDOW
 
 
 def test_quality_is_what_the_evaluation_finds(report, model):
@@ -92,17 +93,9 @@ def test_magnitudes_and_errors_are_those_of_a_computation_by_hand(report, model)
 
 
 def test_the_front_is_what_nothing_else_beats():
-    points = [
-        (4.0, 1.0),
-        (2.0, 3.0),
-        (4.0, 2.0),
-        (3.0, 3.0),
-        (2.0, 3.0),
-        (1.0, None),
-        (9.0, 0.5),
-        (8.0, 0.5),
-    ]
-    assert quality.front(points) == (True, True, False, False, True, False, False, True)
+    bits, kl = (4.0, 2.0, 4.0, 3.0, 2.0, 1.0, 9.0, 8.0), (1.0, 3.0, 2.0, 3.0, 3.0, None, 0.5, 0.5)
+    best = (True, True, False, False, True, False, False, True)
+    assert quality.front(list(zip(bits, kl, strict=True))) == best
 
 
 def test_a_report_of_before_is_read_and_its_command_names_its_caches():
@@ -111,38 +104,22 @@ def test_a_report_of_before_is_read_and_its_command_names_its_caches():
     assert [cache.name for cache in old.caches] == re.findall(r"--cache (\S+)", old.command)
 
 
-def broken(fields, path, value):
-    *way, last = path
-    for part in way:
-        fields = fields[part]
-    fields[last] = value
-
-
 WRONG = {
     "another format": (("format",), "kvq report 99", "its format is 'kvq report 99'"),
     "text for a number": (("caches", 0, "kl"), "small", "caches[0].kl must be float, not str"),
     "fields missing": (("text",), {}, "text must be an object with name, tokens"),
-    "too few channels": (
-        ("caches", 0, "errors", 1, "keys"),
-        [1.0],
-        "errors[1].keys has 1 entries, not 128",
-    ),
+    "too few channels": (("caches", 0, "errors", 1, "keys"), [1.0], "has 1 entries, not 128"),
     "map of another size": (("tokens_of_sample",), 3, "magnitudes of layer 0: keys has"),
-    "no samples": (
-        ("speed", "caches", 0, "samples_ms"),
-        [[]],
-        "dense has a context without samples",
-    ),
+    "no samples": (("speed", "caches", 0, "samples_ms"), [[]], "has a context without samples"),
 }
 
 
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_report_is_refused_in_one_line(case, made, tmp_path, run):
-    path, value, message = WRONG[case]
+    (*path, last), value, message = WRONG[case]
     fields = json.loads((made / "report.json").read_text())
-    broken(fields, path, value)
+    functools.reduce(operator.getitem, path, fields)[last] = value
     (tmp_path / "report.json").write_text(json.dumps(fields))
-    expect_error(
-        run("report", "--from", tmp_path / "report.json", "--out", tmp_path / "out"), message
-    )
+    refused = run("report", "--from", tmp_path / "report.json", "--out", tmp_path / "out")
+    assert_one_line_error(refused, message)
     assert not (tmp_path / "out").exists()

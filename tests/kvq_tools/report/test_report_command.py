@@ -1,7 +1,5 @@
 """`kvq report`: users' mistakes are one line, and JSON lists the written files."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import pytest
@@ -9,20 +7,19 @@ import pytest
 from kvq_tools.report import quality
 
 pytest.importorskip("matplotlib", reason="pictures need matplotlib")
-from tests.kvq_tools.report.small_report import CACHES, CONTEXT, SAMPLE, STEPS, WINDOW, expect_error
+from tests.kvq_tools.cli.test_cli_errors import assert_one_line_error
+from tests.kvq_tools.report.small_report import CACHES, CONTEXT, SAMPLE, STEPS, WINDOW
 
 
 def test_without_matplotlib_one_line_says_what_to_install(made, tmp_path, run, monkeypatch):
     find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util,
-        "find_spec",
-        lambda name, *more: None if name == "matplotlib" else find(name, *more),
-    )
-    expect_error(
-        run("report", "--from", made / "report.json", "--out", tmp_path),
-        "pip install 'kvq-jax[report]'",
-    )
+
+    def find_others(name, *more):
+        return None if name == "matplotlib" else find(name, *more)
+
+    monkeypatch.setattr(importlib.util, "find_spec", find_others)
+    refused = run("report", "--from", made / "report.json", "--out", tmp_path)
+    assert_one_line_error(refused, "pip install 'kvq-jax[report]'")
 
 
 def test_json_tells_what_was_written(made, tmp_path, run_json, report):

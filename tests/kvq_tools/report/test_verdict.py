@@ -1,8 +1,6 @@
 """The verdict of a report: a cache is named only among equal windows, and only if the windows of
 the text tell it apart."""
 
-from __future__ import annotations
-
 import dataclasses
 import pathlib
 

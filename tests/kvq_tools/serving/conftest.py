@@ -1,7 +1,5 @@
 """One server for the tests of all files here."""
 
-from __future__ import annotations
-
 import pathlib
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """The first choice of a completion, and the answers of a separate engine like the server's."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,10 +31,8 @@ def until_idle(engine: Engine) -> Iterator[Event]:
 
 
 def text_of(server: Running, text: str, tokens: list[int]) -> str:
+    """Return the text of tokens that come after a text."""
     ids = server.tokenizer(text).input_ids
-    whole = server.tokenizer.decode(
-        [*ids, *tokens], skip_special_tokens=True, clean_up_tokenization_spaces=False
-    )
-    return whole.removeprefix(
-        server.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    )
+    options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+    before, whole = (server.tokenizer.decode(i, **options) for i in (ids, [*ids, *tokens]))
+    return whole.removeprefix(before)

@@ -1,8 +1,6 @@
 """A server in this process, on a free port, with two layers of the embedded model: compiled once
 for all of its tests."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import http.client
@@ -11,7 +9,7 @@ import pathlib
 import socket
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import openai
@@ -31,6 +29,7 @@ from kvq_tools.serving.worker import Worker
 KEY, NAME, SPEC = "a-secret-key", "small", "kivi:bits=2,recent=16,block=32"
 SLOTS, CAPACITY, QUEUE, WIDTHS = 3, 256, 8, (16, 64)
 BODY = 100_000  # bytes
+EMPTY: Mapping[str, str] = {}
 HEADERS = {"authorization": f"Bearer {KEY}", "content-type": "application/json"}
 PROMPT = "It is a truth universally acknowledged, that"
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Name a river."}]
@@ -58,25 +57,20 @@ class Running:
         prompt."""
         return Engine(self.llama, SPEC, slots=SLOTS, capacity=CAPACITY, widths=WIDTHS)
 
+    def connect(self, body: Any = None, path: str = "/v1/completions", method: str = "POST", **of):
+        """Return a connection on which a request was sent."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection.request(method, path, body, HEADERS | of.pop("headers", {}), **of)
+        return connection
+
     def raw(
-        self,
-        method: str,
-        path: str,
-        body: bytes | None = None,
-        headers: dict[str, str] | None = None,
+        self, method: str, path: str, body: bytes | None = None, headers: Mapping[str, str] = EMPTY
     ) -> tuple[int, dict, bytes]:
         """Return (status, headers, body) of a request that no client library would send."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        try:
-            connection.request(method, path, body, HEADERS | (headers or {}))
+        with contextlib.closing(self.connect(body, path, method, headers=headers)) as connection:
             answer = connection.getresponse()
-            return (
-                answer.status,
-                {name.lower(): value for name, value in answer.getheaders()},
-                answer.read(),
-            )
-        finally:
-            connection.close()
+            found = {name.lower(): value for name, value in answer.getheaders()}
+            return answer.status, found, answer.read()
 
     def post(self, path: str, fields: Any) -> tuple[int, dict]:
         status, _, body = self.raw("POST", path, json.dumps(fields).encode())
@@ -94,15 +88,8 @@ class Running:
 def running(folder: pathlib.Path) -> Iterator[Running]:
     """Serve the model in a folder until the block ends."""
     llama, tokenizer = load_llama(folder, dtype="float32")
-    engine = Engine(
-        llama,
-        SPEC,
-        slots=SLOTS,
-        capacity=CAPACITY,
-        widths=WIDTHS,
-        queue_limit=QUEUE,
-        prefixes=PrefixStore(64 << 20),
-    )
+    sizes = {"slots": SLOTS, "capacity": CAPACITY, "widths": WIDTHS, "queue_limit": QUEUE}
+    engine = Engine(llama, SPEC, **sizes, prefixes=PrefixStore(64 << 20))
     engine.warm_up()
     with serving(engine, tokenizer) as server:
         yield server

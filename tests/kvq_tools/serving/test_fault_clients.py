@@ -1,8 +1,6 @@
 """Requests made from the API's own schema, with wrong values in any place, as benchmarks.faults
 sends them."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import types

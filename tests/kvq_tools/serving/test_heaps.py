@@ -1,7 +1,5 @@
 """The threads of a server share few heaps, and freed memory goes back to the system."""
 
-from __future__ import annotations
-
 import platform
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 """lm-evaluation-harness's local-completions model against the server: its scores and texts are the
 engine's."""
 
-from __future__ import annotations
-
 import pathlib
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Fields and paths beside the plain ones: special tokens as stops, penalties and biases, messages
 with names and without content."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvq_models.inference.sampling import Sampling

@@ -1,8 +1,6 @@
 """The page at `/` is self-contained, everything that it reads exists, and it shows the API's
 answers."""
 
-from __future__ import annotations
-
 import importlib.resources
 import json
 import pathlib

@@ -1,14 +1,13 @@
 """The server's refusals and their messages: fields, bodies, unauthorized clients, a full queue, and
 clients that leave."""
 
-from __future__ import annotations
-
+import contextlib
 import dataclasses
-import http.client
 import json
 import socket
 import threading
 import time
+from typing import Any
 
 import openai
 import pytest
@@ -20,7 +19,6 @@ from tests.kvq_tools.serving.running import (
     BODY,
     CAPACITY,
     CHAT,
-    HEADERS,
     KEY,
     NAME,
     PROMPT,
@@ -58,18 +56,12 @@ ASKING = {  # a value of each refused field that asks for something
 
 @pytest.mark.parametrize("name", NEUTRAL)
 def test_a_field_that_is_not_served_is_refused_if_it_asks_for_something(server: Running, name: str):
-    for path, needed in (
-        ("/v1/completions", {"prompt": "x"}),
-        ("/v1/chat/completions", {"messages": CHAT}),
-    ):
-        status, body = server.post(
-            path, {"model": NAME, "max_tokens": 1, **needed, name: ASKING[name]}
-        )
-        assert (status, body["error"]["param"], body["error"]["type"]) == (
-            400,
-            name,
-            "invalid_request_error",
-        ), body
+    for path, needed in (("", {"prompt": "x"}), ("chat/", {"messages": CHAT})):
+        asked = {"model": NAME, "max_tokens": 1, **needed, name: ASKING[name]}
+        status, body = server.post(f"/v1/{path}completions", asked)
+        assert status == 400, body
+        refusal = {"param": name, "type": "invalid_request_error"}
+        assert body["error"].items() >= refusal.items(), body
 
 
 def test_values_that_ask_for_nothing_are_accepted(server: Running):
@@ -85,65 +77,27 @@ def test_values_that_ask_for_nothing_are_accepted(server: Running):
     ("path", "fields", "param", "message"),
     [
         ("completions", {}, "prompt", "Missing required parameter: 'prompt'."),
-        (
-            "completions",
-            {"prompt": "x", "colour": 1},
-            "colour",
-            "Unrecognized request argument supplied: colour",
-        ),
-        (
-            "completions",
-            {"prompt": "x", "temperature": 2.5},
-            "temperature",
-            "less than or equal to 2",
-        ),
+        ("completions", {"prompt": "x", "colour": 1}, "colour", "argument supplied: colour"),
+        ("completions", {"prompt": "x", "temperature": 2.5}, "temperature", "less than or equal"),
         ("completions", {"prompt": ["x"] * 3, "n": QUEUE}, "n", "24 choices are asked for"),
         ("completions", {"prompt": "x", "stop": ["a"] * 5}, "stop", "up to 4 texts"),
-        (
-            "completions",
-            {"prompt": "x", "stream_options": {"include_usage": True}},
-            "stream_options",
-            "'stream' is true",
-        ),
+        ("completions", {"prompt": "x", "stream_options": {}}, "stream_options", "is true"),
         ("completions", {"prompt": ["x", ""]}, "prompt", "a prompt is empty"),
         ("completions", {"prompt": [1, 5000]}, None, "token id 5000 is outside"),
         ("completions", {"prompt": [1, 1 << 63]}, None, f"token id {1 << 63} is outside"),
         ("completions", {"prompt": "\ud800"}, "prompt", "surrogate"),
-        (
-            "completions",
-            {"prompt": "x", "max_tokens": CAPACITY},
-            None,
-            f"maximum context length is {CAPACITY} tokens",
-        ),
-        (
-            "chat/completions",
-            {"messages": [{"role": "tool", "content": "x"}]},
-            "messages[0].role",
-            "'assistant'",
-        ),
-        (
-            "chat/completions",
-            {"messages": [CHAT[0] | {"refusal": "me"}]},
-            "messages[0].refusal",
-            "does not support 'me'",
-        ),
-        (
-            "chat/completions",
-            {"messages": [*CHAT, CHAT[0] | {"colour": 1}]},
-            "messages[2].colour",
-            "Unrecognized request argument",
-        ),
-        (
-            "chat/completions",
-            {"messages": [{"role": "user", "content": "x " * 4 * CAPACITY}]},
-            None,
-            "maximum context length",
-        ),
+        ("completions", {"prompt": "x", "max_tokens": CAPACITY}, None, f"length is {CAPACITY} tok"),
+        ("messages", [{"role": "tool", "content": "x"}], "messages[0].role", "'assistant'"),
+        ("messages", [CHAT[0] | {"refusal": "me"}], "messages[0].refusal", "not support 'me'"),
+        ("messages", [*CHAT, CHAT[0] | {"colour": 1}], "messages[2].colour", "Unrecognized req"),
+        ("messages", [{"role": "user", "content": "x " * 4 * CAPACITY}], None, "maximum context"),
     ],
 )
 def test_bad_fields_are_told_by_name(
-    server: Running, path: str, fields: dict, param: str | None, message: str
+    server: Running, path: str, fields: Any, param: str | None, message: str
 ):
+    if path == "messages":  # of a chat
+        path, fields = "chat/completions", {"messages": fields}
     status, body = server.post(f"/v1/{path}", {"model": NAME, **fields})
     assert status == 400, body
     assert body["error"]["param"] == param, body
@@ -187,20 +141,11 @@ def test_bodies_that_are_no_request(server: Running, body: bytes, status: int, c
 
 
 def test_a_body_without_a_length_is_cut_at_the_limit(server: Running):
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
-    try:
-        connection.request(
-            "POST",
-            "/v1/completions",
-            (b"x" * 10_000 for _ in range(50)),
-            HEADERS,
-            encode_chunked=True,
-        )
-        assert connection.getresponse().status == 413
-    except (BrokenPipeError, ConnectionResetError):
-        pass  # the server had answered, and left, while we still sent
-    finally:
-        connection.close()
+    # the server may have answered, and left, while we still sent
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        connection = server.connect((b"x" * 10_000 for _ in range(50)), encode_chunked=True)
+        with contextlib.closing(connection):
+            assert connection.getresponse().status == 413
 
 
 def test_a_body_that_does_not_come_is_not_waited_for(
@@ -225,12 +170,10 @@ def test_an_engine_that_fails_is_told_to_who_waits_and_to_who_comes(
     monkeypatch.setattr(engine, "advance", lambda: [][0])
     with serving(engine, server.tokenizer) as broken:
         asked = {"model": NAME, "prompt": PROMPT, "max_tokens": 4}
+        told = "The server had an error: the engine failed: IndexError."
         for _ in range(MOST_FAILURES):
             status, body = broken.post("/v1/completions", asked)
-            assert (status, body["error"]["message"]) == (
-                500,
-                "The server had an error: the engine failed: IndexError.",
-            )
+            assert (status, body["error"]["message"]) == (500, told)
         status, body = broken.post("/v1/completions", asked)
         assert (status, body["error"]["code"]) == (503, "service_unavailable")
         assert broken.raw("GET", "/health")[0] == 503
@@ -239,28 +182,19 @@ def test_an_engine_that_fails_is_told_to_who_waits_and_to_who_comes(
 
 def test_unknown_paths(server: Running):
     status, _, body = server.raw("GET", "/v1/embeddings")
-    assert (status, json.loads(body)["error"]["message"]) == (
-        404,
-        "Invalid URL (GET /v1/embeddings)",
-    )
+    told = "Invalid URL (GET /v1/embeddings)"
+    assert (status, json.loads(body)["error"]["message"]) == (404, told)
     status, headers, _ = server.raw("GET", "/v1/completions")
     assert (status, headers["allow"]) == (405, "POST")
-
-
-def start(server: Running, fields: dict) -> http.client.HTTPConnection:
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
-    body = json.dumps(
-        {"model": NAME, "prompt": PROMPT, "temperature": 0, "max_tokens": 200} | fields
-    )
-    connection.request("POST", "/v1/completions", body, HEADERS)
-    return connection
 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_vanishes_frees_its_slot(server: Running, stream: bool):
     counts = server.service.worker.engine.counts
     before = counts.ended.get("cancelled", 0)
-    connections = [start(server, {"stream": stream}) for _ in range(SLOTS + 2)]
+    asked = {"model": NAME, "prompt": PROMPT, "temperature": 0, "max_tokens": 200}
+    body = json.dumps(asked | {"stream": stream})
+    connections = [server.connect(body) for _ in range(SLOTS + 2)]
     if stream:
         assert connections[0].getresponse().readline().startswith(b"data: ")
     else:

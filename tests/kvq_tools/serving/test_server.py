@@ -1,7 +1,5 @@
 """The server as its clients see it: the answers to OpenAI's client, alone and among others."""
 
-from __future__ import annotations
-
 import json
 import re
 
@@ -35,9 +33,8 @@ def test_a_stream_is_the_whole_answer_in_pieces(client: openai.OpenAI):
     asked = dict(model=NAME, prompt=PROMPT, max_tokens=30, temperature=0.8, seed=5, n=2)
     whole = client.completions.create(**asked)
     texts, ends, usage, chunks = ["", ""], [None, None], None, 0
-    for chunk in client.completions.create(
-        **asked, stream=True, stream_options={"include_usage": True}
-    ):
+    asked |= {"stream": True, "stream_options": {"include_usage": True}}
+    for chunk in client.completions.create(**asked):
         chunks += 1
         usage = chunk.usage
         for choice in chunk.choices:
@@ -79,11 +76,8 @@ def test_a_stop_ends_the_answer_before_it_and_is_never_shown(
     stop = text[17:24]  # across several tokens
     asked = dict(model=NAME, prompt=PROMPT, max_tokens=40, temperature=0)
     asked["stop"] = ["no such text", stop]
-    if stream:
-        chunks = client.completions.create(**asked, stream=True)
-        pieces = [chunk.choices[0] for chunk in chunks]
-    else:
-        pieces = [first_choice(client, **asked)]
+    answer = client.completions.create(**asked, stream=stream)
+    pieces = [chunk.choices[0] for chunk in (answer if stream else [answer])]
     assert "".join(piece.text for piece in pieces) == text[: text.index(stop)]
     assert pieces[-1].finish_reason == "stop"
     beyond = first_choice(client, max_tokens=40, stop=text[-3:] + "never")
@@ -94,21 +88,13 @@ def test_a_stop_ends_the_answer_before_it_and_is_never_shown(
 def test_log_probabilities_of_a_completion(server: Running, client: openai.OpenAI):
     found = first_choice(client, max_tokens=12, logprobs=3)
     told = found.logprobs
-    assert told is not None
-    assert told.tokens is not None
-    assert told.token_logprobs is not None
-    assert told.top_logprobs is not None
     assert "".join(told.tokens) == found.text
     assert told.text_offset == [len("".join(told.tokens[:i])) for i in range(12)]
-    for token, logprob, likely in zip(
-        told.tokens, told.token_logprobs, told.top_logprobs, strict=True
-    ):
+    drawn = zip(told.tokens, told.token_logprobs, told.top_logprobs, strict=True)
+    for token, logprob, likely in drawn:
         assert 1 <= len(likely) <= 3
-        assert likely[token] == logprob == max(likely.values()), (
-            "a greedy token is the most probable"
-        )
+        assert likely[token] == logprob == max(likely.values()), "it is not the most probable"
     none = first_choice(client, max_tokens=2, logprobs=0).logprobs
-    assert none is not None
     assert none.top_logprobs is None
     assert none.token_logprobs == told.token_logprobs[:2]
 
@@ -121,7 +107,6 @@ def test_echo_with_log_probabilities_scores_a_prompt(server: Running, client: op
     ids = prompt + server.tokenizer(text, add_special_tokens=False).input_ids
     ours = first_choice(client, prompt=[ids], max_tokens=1, logprobs=1, echo=True, seed=1234)
     told = ours.logprobs
-    assert told is not None
     assert ours.text.startswith(PROMPT + text)
     assert len(told.tokens) == len(ids) + 1
     assert told.token_logprobs[0] is None
@@ -150,30 +135,26 @@ def test_a_chat_goes_through_the_template(server: Running, client: openai.OpenAI
         {"role": "developer", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": t} for t in ("Name ", "a river.")]},
     ]
-    again = client.chat.completions.create(
-        model=NAME, messages=parts, max_completion_tokens=12, temperature=0
-    )
+    asked = dict(model=NAME, messages=parts, max_completion_tokens=12, temperature=0)
+    again = client.chat.completions.create(**asked)
     assert again.choices[0].message.content == expected
     assert again.usage == found.usage
 
 
 def test_a_conversation_goes_on_with_the_message_that_was_answered(client: openai.OpenAI):
-    asked = dict(model=NAME, max_tokens=6, temperature=0)
-    answer = client.chat.completions.create(messages=CHAT, **asked).choices[0].message
-    then = {"role": "user", "content": "And another."}
-    # sends a refusal: null
-    found = client.chat.completions.create(messages=[*CHAT, answer, then], **asked)
-    plain = {"role": "assistant", "content": answer.content}
-    assert (
-        found.choices[0].message
-        == client.chat.completions.create(messages=[*CHAT, plain, then], **asked).choices[0].message
-    )
+    def answer(*messages):
+        asked = dict(model=NAME, messages=[*messages], max_tokens=6, temperature=0)
+        return client.chat.completions.create(**asked).choices[0].message
+
+    first, then = answer(*CHAT), {"role": "user", "content": "And another."}
+    plain = {"role": "assistant", "content": first.content}
+    # the client sends a refusal: null with its own message
+    assert answer(*CHAT, first, then) == answer(*CHAT, plain, then)
 
 
 def test_a_streamed_chat_with_log_probabilities(client: openai.OpenAI):
-    asked = dict(
-        model=NAME, messages=CHAT, max_tokens=16, temperature=0, logprobs=True, top_logprobs=2
-    )
+    asked = dict(model=NAME, messages=CHAT, max_tokens=16, temperature=0)
+    asked |= dict(logprobs=True, top_logprobs=2)
     whole = client.chat.completions.create(**asked).choices[0]
     roles, text, content, reasons = [], "", [], []
     for chunk in client.chat.completions.create(**asked, stream=True):

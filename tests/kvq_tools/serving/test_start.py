@@ -1,7 +1,5 @@
 """A server listens before its programs are compiled."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -1,7 +1,5 @@
 """Chat templates are programs from a checkpoint: none stops the server, whatever it computes."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Iterator
@@ -55,14 +53,11 @@ def test_a_template_is_stopped_and_the_next_one_is_rendered(
 def test_a_template_gets_what_transformers_gives_it(process: TemplateProcess):
     tokenizer = open_checkpoint(EMBEDDED, "tokenizer").tokenizer()
     tokenizer.chat_template = THINKS + "{% if add_generation_prompt %}<assistant>{% endif %}"
-    expected = tokenizer.apply_chat_template(
-        MESSAGES, tokenize=False, add_generation_prompt=True, enable_thinking=False
-    )
+    options = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": False}
     names = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
-    text = process.render(
-        tokenizer.chat_template, MESSAGES, names | {"enable_thinking": False}, 1000
-    )
-    assert text == expected
+    names |= {"enable_thinking": False}
+    text = process.render(tokenizer.chat_template, MESSAGES, names, 1000)
+    assert text == tokenizer.apply_chat_template(MESSAGES, **options)
     assert "<no thoughts>" in text
     assert text.endswith("<assistant>")
 

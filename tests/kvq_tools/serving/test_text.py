@@ -1,8 +1,6 @@
 """Growing text equals the text of all tokens, stops are found wherever they are, and the cost of a
 token does not grow with the answer, whatever the tokens and the stops."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

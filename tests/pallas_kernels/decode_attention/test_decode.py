@@ -2,8 +2,6 @@
 arrays stand for. (Readers that need more have it in tests/pallas_kernels/readers.)
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -2,8 +2,6 @@
 arrays stand for.
 """
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import pytest
 

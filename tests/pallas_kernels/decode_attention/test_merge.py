@@ -1,7 +1,5 @@
 """The kernel that merges splits, interpreted, against the softmax over all tokens at once."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,8 +1,6 @@
 """The kernel on Mosaic GPU that merges pieces and windows, interpreted with a detector of races,
 against the softmax over all tokens at once."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 import pytest

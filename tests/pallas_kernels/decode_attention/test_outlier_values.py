@@ -1,7 +1,5 @@
 """The kernel of weighted outliers, interpreted, against float64 sums over their slots."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 
@@ -81,27 +79,16 @@ def arrays_of(case: OutlierCase) -> Arrays:
 
 @functools.partial(jax.jit, static_argnames=("case", "tuning", "launch", "first"))
 def pieces_of(
-    case: OutlierCase,
-    scores,
-    index,
-    residual,
-    ends,
-    limits,
-    tuning: Tuning | None,
-    launch: Launch,
-    first: int = 0,
+    case: OutlierCase, *arrays, tuning: Tuning | None, launch: Launch, first: int = 0
 ) -> Pieces:
-    return outlier_values(
-        scores,
-        index,
-        residual,
-        ends,
-        limits,
-        case.head_dim,
-        first=first,
-        tuning=tuning,
-        launch=launch,
-    )
+    """`arrays`: as `arguments` returns them."""
+    return outlier_values(*arrays, case.head_dim, first=first, tuning=tuning, launch=launch)
+
+
+def arguments(case: OutlierCase, a: Arrays, first: int = 0) -> tuple[jax.Array | np.ndarray, ...]:
+    """Return the scores from query head `first` on, the slots, and the rows' limits."""
+    scores = jnp.asarray(a.scores[:, first:])
+    return scores, a.index, a.residual.view(np.uint16), a.ends, jnp.asarray(case.limits)
 
 
 def sums(
@@ -112,18 +99,8 @@ def sums(
     first: int = 0,
 ) -> PartialAttention:
     """Return the merged pieces."""
-    scores = jnp.asarray(a.scores[:, first:])
-    pieces = pieces_of(
-        case,
-        scores,
-        a.index,
-        a.residual.view(np.uint16),
-        a.ends,
-        jnp.asarray(case.limits),
-        tuning,
-        launch,
-        first,
-    )
+    arrays = arguments(case, a, first)
+    pieces = pieces_of(case, *arrays, tuning=tuning, launch=launch, first=first)
     return merged([pieces], case.group, launch=launch)
 
 
@@ -221,17 +198,7 @@ def test_parts_without_a_slot_change_nothing_that_they_merge_with():
         a, ends=np.zeros_like(a.ends), residual=np.full_like(a.residual, np.inf)
     )
     nothing, some_slots = (
-        pieces_of(
-            case,
-            jnp.asarray(x.scores),
-            x.index,
-            x.residual.view(np.uint16),
-            x.ends,
-            jnp.asarray(case.limits),
-            FEW,
-            INTERPRETED,
-        )
-        for x in (empty, a)
+        pieces_of(case, *arguments(case, x), tuning=FEW, launch=INTERPRETED) for x in (empty, a)
     )
     alone, both = (
         merged(parts, case.group, launch=INTERPRETED)
@@ -265,7 +232,9 @@ def test_tiles_are_whole_pools():
 def test_the_kernel_lowers_for_cuda(case, arithmetic):
     a = arrays_of(case)
     text = lower_for_cuda(
-        lambda *args: pieces_of(case, *args, tuning_for(case.group), Launch(arithmetic)),
-        *(a.scores, a.index, a.residual.view(np.uint16), a.ends, jnp.asarray(case.limits)),
+        lambda *arrays: pieces_of(
+            case, *arrays, tuning=tuning_for(case.group), launch=Launch(arithmetic)
+        ),
+        *arguments(case, a),
     )
     assert "outlier_values" in text

@@ -2,8 +2,6 @@
 pieces, computed as in a kernel.
 """
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 

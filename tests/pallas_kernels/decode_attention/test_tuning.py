@@ -1,7 +1,5 @@
 """The number of programs follows from a kernel's shape and its device, and changes only speed."""
 
-from __future__ import annotations
-
 import types
 
 import jax

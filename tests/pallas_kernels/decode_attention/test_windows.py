@@ -2,8 +2,6 @@
 without a token hold NaN.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

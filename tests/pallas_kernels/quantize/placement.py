@@ -1,7 +1,5 @@
 """Compare a body before and after blocks were written into it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

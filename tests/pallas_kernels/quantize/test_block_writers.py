@@ -2,8 +2,6 @@
 do, in their place.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

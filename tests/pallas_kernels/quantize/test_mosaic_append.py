@@ -1,8 +1,6 @@
 """Tokens appended, windows attended to and blocks quantized by the kernels on Mosaic GPU,
 interpreted with a detector of races, against the same by Triton's kernels and by float64."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

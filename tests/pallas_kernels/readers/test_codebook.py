@@ -2,8 +2,6 @@
 them with the reference.)
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax.numpy as jnp

@@ -1,7 +1,5 @@
 """A step that is a part of a group of tokens reads the group's scale and zero point."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import pytest
 

@@ -1,7 +1,5 @@
 """Special features of the reader of polar keys. (test_decode.py compares it with the reference.)"""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 import pytest

@@ -5,8 +5,6 @@ NumPy (emulator.py), the rest by JAX. A GPU adds only the compiler's part: regis
 approximate exponentials.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

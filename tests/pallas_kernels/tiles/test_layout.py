@@ -2,8 +2,6 @@
 assembly, executed in NumPy (emulator.py).
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax.numpy as jnp

@@ -2,8 +2,6 @@
 in assembly, executed in NumPy (emulator.py).
 """
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 import pytest

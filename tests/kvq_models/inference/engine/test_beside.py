@@ -1,8 +1,6 @@
 """What one request asks for does not touch others: biases and penalties stay in its slot, and its
 programs are compiled beside them."""
 
-from __future__ import annotations
-
 import threading
 
 import jax

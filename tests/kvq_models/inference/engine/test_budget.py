@@ -1,8 +1,6 @@
 """Slots and capacity from a number of bytes: exactly the bytes that an engine allocates, and as
 many slots as fit."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvq_models.inference.engine.budget import plan

@@ -1,8 +1,6 @@
 """The engine: whatever else is running, and whatever a slot held before, a request gets the tokens
 that it gets alone, from the same programs."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from concurrent.futures import Future

@@ -1,8 +1,6 @@
 """Prefixes on disk: the next process reads them instead of the prompt, and nothing that does not
 belong to it."""
 
-from __future__ import annotations
-
 import logging
 import os
 import pathlib

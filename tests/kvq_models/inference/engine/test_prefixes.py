@@ -1,8 +1,6 @@
 """Prompts from the store equal reading them bit for bit. The store keeps to its budget and drops
 the least recently used pieces first."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

@@ -1,7 +1,5 @@
 """Faults that public engines were reported to have: none of them changes an answer here."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """An engine that verifies its memory gives the right answer although bits flip in it."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax
