@@ -10,6 +10,7 @@ import pytest
 
 import kvq_jax as kvq
 from benchmarks import front_picture
+from benchmarks.cpu.request.report import RequestReport
 from benchmarks.cpu.timing import CpuReport
 from benchmarks.protocol import front_page
 from benchmarks.protocol.report import ProtocolReport
@@ -112,3 +113,22 @@ def test_the_speed_is_that_of_the_committed_results():
     assert dense in said, dense
     assert f"results/{SPEED}.md" in README
     assert {row.shape.tokens for row in report.rows} == {6144}
+
+
+def test_the_request_is_that_of_the_committed_results():
+    report = RequestReport.read(RESULTS / "request_cpu.json")
+    rows = {
+        (row.system, row.way): row
+        for row in report.rows
+        if (row.model, row.prompt, row.cores) == ("smollm2", 4096, 1) and row.samples_ms
+    }
+    ways = [rows["kvq", "kivi:bits=4"], rows["kvq", "dense"]]
+    llama_cpp = [rows["llama.cpp", way] for way in ("f16", "f16, two products")]
+    ways.append(min(llama_cpp, key=lambda row: row.step_ms))
+    first, second, third = (f"{row.first_ms / 1e3:.1f} s" for row in ways)
+    steps = [f"{row.step_ms:.1f}" for row in ways]
+    peaks = [f"{row.peak_bytes / 1e9:.1f}" for row in ways]
+    said = " ".join(README.split())
+    assert f"{first} with `kivi:bits=4`, {second} dense and {third} in llama.cpp with f16" in said
+    assert f"a later token {steps[0]}, {steps[1]} and {steps[2]} ms" in said
+    assert f"memory peaks at {peaks[0]}, {peaks[1]} and {peaks[2]} GB" in said
