@@ -98,7 +98,7 @@ def causal_attention(
     chunks = -(-length // size)
     q_BKGTH = q.astype(k.dtype).reshape(batch, kv_heads, -1, length, head_dim)
     q_BKGTH = jnp.pad(q_BKGTH, ((0, 0), (0, 0), (0, 0), (0, chunks * size - length), (0, 0)))
-    seen_by = jnp.arange(tokens, dtype=jnp.int32)[None]
+    places = jnp.arange(tokens, dtype=jnp.int32)[None]
 
     # One KV head at a time: a product of two matrices takes XLA half as long on a CPU as a batch.
     def of_head(rows: tuple[Array, ...]) -> Float[Array, "C G t H"]:
@@ -109,7 +109,7 @@ def causal_attention(
             products = jnp.einsum("gth,sh->gts", some, k_SH, preferred_element_type=jnp.float32)
             scores = attention_logits(attention, products, head_dim)
             now = before + i * size + jnp.arange(size, dtype=jnp.int32)[:, None]
-            seen = (seen_by <= now) & inside_window(attention, now, seen_by)
+            seen = (places <= now) & inside_window(attention, now, places)
             scores = jnp.where(seen, scores, -jnp.inf)
             if sinks is not None:
                 logits = jnp.broadcast_to(sinks_G[:, None, None], (*scores.shape[:-1], 1))
