@@ -187,8 +187,8 @@ def _note(report: ProtocolReport, results: str, other: ProtocolReport | None) ->
         f" {_texts(report)}, with 95 % t intervals over {len(report.headline)} windows. Every cache"
         f" keeps the first {SINK} and the newest {RECENT} tokens exact, {share:.1%} of what a"
         f" scored token reads (more with blocks of 64 or 128).{readings_said}"
-        f"{learned} All rows: [the protocol]({results}{FILE.stem}.md)."
-        f"{_another_model(other, results)}"
+        f"{learned} [All rows]({results}{FILE.stem}.md), [at equal"
+        f" bytes]({results}equal_bytes.md).{_another_model(other, results)}"
     )
 
 
@@ -196,7 +196,4 @@ def _another_model(other: ProtocolReport | None, results: str) -> str:
     """Say where another model's rows are, or nothing without them."""
     if other is None:
         return ""
-    return (
-        f" Another model orders caches otherwise: [`{other.model}`]({results}{OTHER_FILE.stem}.md)"
-        " on the same texts."
-    )
+    return f" [`{other.model}`]({results}{OTHER_FILE.stem}.md) orders caches otherwise."
