@@ -120,7 +120,7 @@ def replaced(page: str, text: str) -> str:
 
 
 def picture_of(file: pathlib.Path) -> pathlib.Path:
-    """Return where the picture of a report is: the README's, or beside the file."""
+    """Return the path of a report's picture: the README's, or one beside the file."""
     return front_picture.FILE if file == FILE else file.with_suffix(".svg")
 
 
