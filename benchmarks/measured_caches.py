@@ -1,4 +1,4 @@
-"""Make kvq_tools/planning/measured.json: the KL of caches with equal windows on two texts, which
+"""Make kvq_tools/planning/measured.json: the KL of the protocol's caches after a prompt, which
 `kvq memory --budget` shows beside sizes.
 
 `python -m benchmarks.results_page` writes it.
@@ -9,61 +9,67 @@ from __future__ import annotations
 import json
 import pathlib
 import re
-from collections.abc import Sequence
 
 import kvq_jax as kvq
-from benchmarks.quality.comparison import PLAIN
-from benchmarks.quality.report import QualityReport
-from benchmarks.report_file import RESULTS
+from benchmarks import llama_8b
+from benchmarks.protocol import front_page
+from benchmarks.protocol.caches import EXACT
+from benchmarks.protocol.front_page import LENGTH
+from benchmarks.protocol.report import ProtocolReport
+from kvq_tools.evaluation.protocol import windowed
 from kvq_tools.planning import measured
 
 FILE = pathlib.Path(measured.__file__).with_name("measured.json")
 MODELS = {"smollm2": "SmolLM2-135M"}
 DIGITS = 3  # of a KL
-REPORTS = "quality_waterfill_smollm2", "quality_waterfill_novel_smollm2"
 
 
-def read() -> list[QualityReport]:
-    """Read the reports of both texts; WikiText-2's is the first."""
-    return [QualityReport.read(RESULTS / f"{name}.json") for name in REPORTS]
+def read() -> ProtocolReport:
+    """Read the report of the model whose KL is shown."""
+    return ProtocolReport.read(front_page.FILE)
 
 
-def short(cache: str) -> str:
-    """Return the text of a spec without the windows that it has anyway."""
-    for window in re.findall(r"[,:](?:sink|recent|block)=\d+", cache):
-        shorter = cache.replace(window, "", 1) if window[0] == "," else cache
-        cache = shorter if kvq.parse(shorter) == kvq.parse(cache) else cache
-    return cache
+def named(cache: str, report: ProtocolReport) -> str:
+    """Return the text of a cache with the protocol's windows, without the options that it has
+    anyway: what a method learned has no place in it."""
+    spec = kvq.parse(cache)
+    equal = windowed(spec, llama_8b.llama_config(), report.sizes(LENGTH))
+    windows = [f"{name}={getattr(equal, name)}" for name in ("sink", "recent", "block")]
+    both_sides = "+" in cache
+    text = f"{cache}+cache:{','.join(windows)}" if both_sides else _joined(cache, windows)
+    for window in windows:
+        shorter = re.sub(rf",{window}\b", "", text)
+        text = shorter if kvq.parse(shorter) == equal else text
+    return text
 
 
-def contents(reports: Sequence[QualityReport]) -> str:
-    """Render the file: each cache that all reports measured as it is, in their order.
+def _joined(cache: str, options: list[str]) -> str:
+    return f"{cache}{',' if ':' in cache else ':'}{','.join(options)}"
 
-    Raises ValueError if the reports differ in their model or their windows.
-    """
-    settings = {(report.model, report.windows, report.window, report.prompt) for report in reports}
-    if len(settings) != 1:
-        raise ValueError(f"reports of one file were measured differently: {settings}")
-    ((model, windows, window, prompt),) = settings
-    by_report = [
-        {
-            short(row.cache): float(f"{row.kl:.{DIGITS}g}")
-            for row in report.rows
-            if row.variant == PLAIN and not row.fake and not row.other_text
-        }
-        for report in reports
-    ]
+
+def contents(report: ProtocolReport) -> str:
+    """Render the file: each cache that was measured after a prompt, in the order of the rows, with
+    its KL on each text of another domain than the calibration's."""
+    calibration = report.calibration_text and report.calibration_text.domain
+    texts = [text for text in report.texts if text.domain != calibration]
     fields = {
-        "model": MODELS[model.partition(",")[0]],
-        "texts": [report.text.name for report in reports],
-        "windows": windows,
-        "prompt": prompt,
-        "scored": window - prompt - 1,
+        "model": MODELS[report.model],
+        "texts": [text.name for text in texts],
+        "windows": report.windows,
+        "prompt": LENGTH,
+        "scored": report.scored,
     }
     caches = [
-        {"cache": cache, "kl": [kl[cache] for kl in by_report]}
-        for cache in by_report[0]
-        if all(cache in kl for kl in by_report)
+        {
+            "cache": named(row.cache, report),
+            "kl": [
+                float(f"{row.measured.kl(report.domains[text.domain]).value:.{DIGITS}g}")
+                for text in texts
+            ],
+        }
+        for row in report.rows
+        if (row.context, row.reading, row.own_windows) == (LENGTH, "prompt", False)
+        and row.cache != EXACT
     ]
     lines = ",\n".join(f"    {json.dumps(cache)}" for cache in caches)
     head = json.dumps(fields, indent=2).removesuffix("\n}")

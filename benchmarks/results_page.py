@@ -31,11 +31,9 @@ from benchmarks.hosts import report as hosts
 from benchmarks.machine_code import launches
 from benchmarks.machine_code import report as machine_code
 from benchmarks.markdown import table
-from benchmarks.protocol import equal_bytes, front_page
+from benchmarks.protocol import equal_bytes, front_page, pairs
 from benchmarks.protocol import page as protocol_page
 from benchmarks.protocol.report import ProtocolReport
-from benchmarks.quality import page as quality_page
-from benchmarks.quality.report import QualityReport
 from benchmarks.report_file import RESULTS, Report
 from kvq_jax.files import whole
 
@@ -79,12 +77,6 @@ KINDS = (
         launches.LaunchReport,
         launches.page,
         always("what a layer of a decode step launches on a GPU, with estimated times"),
-    ),
-    Kind(
-        "quality_*",
-        QualityReport,
-        quality_page.page,
-        always("perplexity, KL and size of caches, decoded through the cache after a prompt"),
     ),
     Kind(
         "protocol_*",
@@ -211,7 +203,7 @@ def render(folder: pathlib.Path) -> dict[str, str]:
     made = {name: text + "\n" for name, text in ({INDEX: "\n\n".join(index)} | pages).items()}
     if folder != RESULTS:
         return made
-    return made | {page.FILE.name: page.contents() for page in (claims, equal_bytes)}
+    return made | {page.FILE.name: page.contents() for page in (claims, equal_bytes, pairs)}
 
 
 def index_line(file: pathlib.Path, kind: Kind, report: Report) -> tuple[str, ...]:

@@ -17,13 +17,13 @@ from benchmarks.cpu import page as cpu_page
 from benchmarks.cpu.timing import CpuReport
 from benchmarks.gpu.report import GpuReport
 from benchmarks.markdown import table
-from benchmarks.quality import page as quality_page
-from benchmarks.quality.report import QualityReport
 from benchmarks.results_page import HEAD, Kind, always, index_line, read_reports
 from kvq_jax.files import whole
 from laboratory import serving_soak, soak
 from laboratory.gpu import paper_kernels
 from laboratory.quality import joint_weights, key_bias, long_context_report, outlier_channels
+from laboratory.quality import page as quality_page
+from laboratory.quality.report import QualityReport
 from laboratory.quality.variants import WORDS
 
 RESULTS = pathlib.Path(__file__).parent / "results"

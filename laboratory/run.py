@@ -12,7 +12,7 @@ import json
 import pathlib
 from collections.abc import Sequence
 
-from benchmarks.quality.model_names import add_model
+from benchmarks.model_names import add_model
 from benchmarks.report_file import arguments, header
 from kvq_jax.files import whole
 

@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 import kvq_jax as kvq
 from benchmarks.markdown import head, table
-from benchmarks.quality.model_names import model_words, shown
+from benchmarks.model_names import model_words, shown
 from benchmarks.report_file import Report, from_json, header
 from benchmarks.resources import mappings, resident_bytes
 from kvq_models import load_llama, prepare

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 from jaxtyping import Int
 
-from benchmarks.quality.model_names import add_model
+from benchmarks.model_names import add_model
 from benchmarks.report_file import Report
 from kvq_jax.files.whole import replacing
 

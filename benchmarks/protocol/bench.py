@@ -13,10 +13,10 @@ import jax
 import numpy as np
 
 import kvq_jax as kvq
+from benchmarks.model_names import shown
 from benchmarks.protocol.page import cells
 from benchmarks.protocol.plan import Plan, Wanted
 from benchmarks.protocol.report import ProtocolReport, Row, Text, headline
-from benchmarks.quality.model_names import shown
 from benchmarks.report_file import COMMIT, header
 from kvq_jax.files.whole import delete_directory
 from kvq_models import Llama, load_llama, prepare, resolved

@@ -8,9 +8,9 @@ import pathlib
 from typing import NamedTuple
 
 import kvq_jax as kvq
+from benchmarks.model_names import shown
 from benchmarks.protocol import caches
 from benchmarks.protocol.code_text import code_text
-from benchmarks.quality.model_names import shown
 from kvq_models.llama.checkpoint import read_config
 from kvq_models.llama.config import LlamaConfig
 from kvq_tools.evaluation.protocol import READINGS, Reading, Sizes, passage, windowed

@@ -21,9 +21,6 @@ from jaxtyping import Array, Float, Int
 
 import kvq_jax as kvq
 from benchmarks.markdown import bracket, head, table
-from benchmarks.quality.bench import Bench, add_arguments, words_of
-from benchmarks.quality.comparison import PLAIN
-from benchmarks.quality.intervals import Interval, mean_interval
 from benchmarks.report_file import Report, header
 from kvq_models import Llama, prepare
 from kvq_models.calibration.fit import calibrate
@@ -33,6 +30,9 @@ from kvq_tools.evaluation.compare import compare
 from kvq_tools.evaluation.results import exp
 from kvq_tools.evaluation.run import measure_rows
 from kvq_tools.evaluation.through import Reference, Slice, WindowBatch
+from laboratory.quality.bench import Bench, add_arguments, words_of
+from laboratory.quality.comparison import PLAIN
+from laboratory.quality.intervals import Interval, mean_interval
 
 WEIGHTS = {
     "16": None,

@@ -29,7 +29,7 @@ from jaxtyping import Array, Int
 
 import kvq_jax as kvq
 from benchmarks.markdown import head, table
-from benchmarks.quality.model_names import model_words, shown
+from benchmarks.model_names import model_words, shown
 from benchmarks.report_file import Report, header
 from kvq_models import Llama, load_llama, prepare
 from kvq_models.calibration.fit import calibrate

@@ -26,8 +26,7 @@ import jax
 import numpy as np
 
 import kvq_jax as kvq
-from benchmarks.quality.model_names import add_model, model_words, shown
-from benchmarks.quality.report import Text
+from benchmarks.model_names import add_model, model_words, shown
 from benchmarks.report_file import COMMIT, from_json, header
 from kvq_jax.files.whole import delete_directory
 from kvq_models import Llama, load_llama, prepare
@@ -46,6 +45,7 @@ from laboratory.quality.long_context_report import (
     Cell,
     LongContextReport,
 )
+from laboratory.quality.report import Text
 
 TASKS = ("passkey", *niah.KINDS, *ruler.KINDS, "quote", "tool_call")
 NEW_TOKENS, MORE_NEW_TOKENS = (

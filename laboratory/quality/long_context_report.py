@@ -7,9 +7,9 @@ import pathlib
 from collections.abc import Sequence
 
 from benchmarks.markdown import head, table, with_interval
-from benchmarks.quality.intervals import Interval, gap_interval, share_interval
-from benchmarks.quality.report import Text
 from benchmarks.report_file import Report
+from laboratory.quality.intervals import Interval, gap_interval, share_interval
+from laboratory.quality.report import Text
 
 FULL_PRECISION = "dense"
 WORDS = {  # of the tasks, beside RULER's names for those with needles

@@ -27,12 +27,12 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from benchmarks.markdown import head, table, with_interval
-from benchmarks.quality.intervals import Estimate, mean_interval
-from benchmarks.quality.model_names import model_words, shown
+from benchmarks.model_names import model_words, shown
 from benchmarks.report_file import Report, header
 from kvq_models import Llama, load_llama
 from laboratory import outlier_channels
 from laboratory.outlier_channels import TOPS
+from laboratory.quality.intervals import Estimate, mean_interval
 from laboratory.study import first_tokens, run_study, study_parser
 
 WINDOW = 512  # tokens; every window is a sequence of its own

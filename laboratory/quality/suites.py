@@ -1,13 +1,14 @@
-"""The papers' suites by name."""
+"""The suites by name: the papers' tables, and plans."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
 
-from benchmarks.quality.comparison import Suite
+from laboratory.quality.comparison import Suite
 from laboratory.quality.tables.innerq import innerq
 from laboratory.quality.tables.kvquant import kvquant
+from laboratory.quality.tables.plans import plans
 from laboratory.quality.tables.polarquant import polarquant
 from laboratory.quality.tables.squat import squat
 from laboratory.quality.tables.squat_baselines import squat_baselines
@@ -22,4 +23,4 @@ def _with_variants(suite: Callable[[], Suite]) -> Callable[[], Suite]:
 SUITES = {
     suite.__name__: _with_variants(suite)
     for suite in (innerq, kvquant, squat, polarquant, xquant, squat_baselines)
-}
+} | {plans.__name__: plans}

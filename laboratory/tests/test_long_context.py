@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import kvq_tools.cli
-from benchmarks.quality.intervals import gap_interval, share_interval
 from laboratory import results_page
 from laboratory.quality import long_context
+from laboratory.quality.intervals import gap_interval, share_interval
 from laboratory.quality.long_context_report import (
     FULL_PRECISION,
     CacheSize,

@@ -8,10 +8,10 @@ import pytest
 
 import kvq_jax as kvq
 import kvq_tools.cli
-from benchmarks.quality.comparison import PLAIN, Suite, listed, swept
-from benchmarks.quality.report import QualityReport, QualityRow
 from laboratory import results_page
 from laboratory.quality import __main__ as quality
+from laboratory.quality.comparison import PLAIN, Suite, listed, swept
+from laboratory.quality.report import QualityReport, QualityRow
 from laboratory.quality.suites import SUITES
 from laboratory.quality.variants import VARIANTS
 

@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.model_names import shown
 from benchmarks.protocol.code_text import code_text
-from benchmarks.quality.model_names import shown
 from benchmarks.report_file import Report, arguments, header
 from kvq_jax.files import whole
 from kvq_models import load_llama

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from benchmarks.quality.comparison import Comparison, Entry, Suite, listed, swept
+from laboratory.quality.comparison import Comparison, Entry, Suite, listed, swept
 
 WINDOWS = "sink=32,recent=96,block=32"
 SINKS, RECENTS = (0, 32, 96), (0, 96, 192)

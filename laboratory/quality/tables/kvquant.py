@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from benchmarks.quality.comparison import Comparison, Entry, Suite, listed
+from laboratory.quality.comparison import Comparison, Entry, Suite, listed
 
 BITS = (4, 3, 2)
 PLAIN_INT = "datatype=int,outliers=0,pre_rope=false"  # what KVQuant's ablations of axes start from

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from benchmarks.quality.comparison import Suite, listed
+from laboratory.quality.comparison import Suite, listed
 
 SAME = "cache:sink=0,recent=0,block=128"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from benchmarks.quality.comparison import Suite, listed, swept
+from laboratory.quality.comparison import Suite, listed, swept
 
 RANKS, LAMBDAS = (5, 60), ("1e-4", "1e-3", "1e-2", "1e-1")
 WINDOW = "sink=0,recent=0,block=32"  # the paper's R = 32: what fills a block is quantized

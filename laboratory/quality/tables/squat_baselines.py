@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from benchmarks.quality.comparison import Suite, listed
+from laboratory.quality.comparison import Suite, listed
 
 SQUAT = "sink=0,recent=0,block=32"  # SQuat's appendix E.2: groups and a residual length of 32
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from benchmarks.quality.comparison import Suite, listed
+from laboratory.quality.comparison import Suite, listed
 
 BITS = (4, 3, 2)
 BASE_LAYER = 2  # the paper's third layer

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Mapping
 
 import kvq_jax as kvq
 from benchmarks.markdown import bracket, head, table, with_interval
-from benchmarks.quality.comparison import PLAIN
-from benchmarks.quality.report import QualityReport, QualityRow
+from laboratory.quality.comparison import PLAIN
+from laboratory.quality.report import QualityReport, QualityRow
 
 NO_ERROR = 1e-6  # a KL below this is rounding
 SIZES = ("spec", "stored bits", "cache KiB")

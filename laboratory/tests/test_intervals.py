@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from benchmarks.quality.intervals import gap_interval, kl_interval, share_interval
+from laboratory.quality.intervals import gap_interval, kl_interval, share_interval
 
 DRAWS = 4000
 SPREAD = 0.5  # standard deviation of the logs: the committed windows have 0.1 to 0.8

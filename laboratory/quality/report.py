@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 
-from benchmarks.quality.comparison import PLAIN
-from benchmarks.quality.intervals import (
+from benchmarks.report_file import Report
+from kvq_tools.evaluation.results import exp
+from laboratory.quality.comparison import PLAIN
+from laboratory.quality.intervals import (
     Estimate,
     Interval,
     kl_interval,
     mean_interval,
     paired_ratio,
 )
-from benchmarks.report_file import Report
-from kvq_tools.evaluation.results import exp
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,9 +21,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 import kvq_jax as kvq
-from benchmarks.quality.comparison import PLAIN, Comparison, Entry, Suite
-from benchmarks.quality.model_names import add_model, model_words, shown
-from benchmarks.quality.report import Measured, QualityReport, QualityRow, Text
+from benchmarks.model_names import add_model, model_words, shown
 from benchmarks.report_file import COMMIT, from_json, header
 from kvq_jax.cache.paper_bits import paper_bits
 from kvq_jax.files.whole import delete_directory
@@ -33,6 +31,8 @@ from kvq_models.calibration.fit import calibrate
 from kvq_models.calibration.needs import needs
 from kvq_tools.evaluation import RowQuality, measure_rows
 from kvq_tools.evaluation.journal import Journal
+from laboratory.quality.comparison import PLAIN, Comparison, Entry, Suite
+from laboratory.quality.report import Measured, QualityReport, QualityRow, Text
 
 TEXTS = "text", "calibration_text", "other_calibration_text"
 SIZES = "windows", "window", "prompt", "samples", "length"

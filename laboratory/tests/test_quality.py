@@ -10,11 +10,11 @@ import pytest
 
 import kvq_jax as kvq
 import kvq_tools.cli
-from benchmarks.quality import __main__ as quality
-from benchmarks.quality import bench
-from benchmarks.quality.comparison import PLAIN, Suite, listed, swept
-from benchmarks.quality.report import QualityReport, QualityRow
 from kvq_tools.evaluation import measure_rows
+from laboratory.quality import __main__ as quality
+from laboratory.quality import bench
+from laboratory.quality.comparison import PLAIN, Suite, listed, swept
+from laboratory.quality.report import QualityReport, QualityRow
 
 PASSAGE = pathlib.Path(kvq_tools.cli.__file__).parent / "passage.txt"
 TEXTS = [f"--{name}={PASSAGE}" for name in ("text", "calibration-text", "other-calibration-text")]
@@ -42,10 +42,10 @@ def folder(shallow, tmp_path_factory):
     """Return the folder in which a small run with calibrations left its report."""
     folder = tmp_path_factory.mktemp("quality")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(quality.SUITES, "equal_bits", lambda: SUITE)
+        patch.setitem(quality.SUITES, "innerq", lambda: SUITE)
         quality.main(
             [
-                "equal_bits",
+                "innerq",
                 f"--model={shallow}",
                 *TEXTS,
                 *SIZES,
@@ -108,9 +108,9 @@ def test_a_simulation_stands_beside_the_cache(report):
 
 def test_a_stopped_run_goes_on_where_it_was(shallow, tmp_path, monkeypatch):
     file = tmp_path / "quality.json"
-    command = ["equal_bits", f"--model={shallow}", *TEXTS, *SIZES, f"--json={file}"]
+    command = ["innerq", f"--model={shallow}", *TEXTS, *SIZES, f"--json={file}"]
     suite = Suite("A title", (listed("A", [(bits, f"int{bits}") for bits in "2348"]),))
-    monkeypatch.setitem(quality.SUITES, "equal_bits", lambda: suite)
+    monkeypatch.setitem(quality.SUITES, "innerq", lambda: suite)
     monkeypatch.setattr(bench, "TOGETHER", 1)
     measured = []
 

@@ -1,0 +1,95 @@
+"""Make benchmarks/results/pairs.md: the papers' methods beside one another at about equal bits, by
+the rows of the protocol.
+
+A pair stands here for each claim of a paper that SmolLM2 and Gemma can answer by KL at equal
+windows: the cache that should win first. `python -m benchmarks.results_page` writes the file.
+"""
+
+from __future__ import annotations
+
+from benchmarks import llama_8b
+from benchmarks.markdown import table, with_interval
+from benchmarks.protocol import front_page
+from benchmarks.protocol.front_page import LENGTH
+from benchmarks.protocol.report import CONTEXT, ProtocolReport, Row
+from benchmarks.report_file import RESULTS
+from kvq_tools.evaluation.protocol import READINGS, WORDS
+
+FILE = RESULTS / "pairs.md"
+SOURCES = front_page.FILE, front_page.OTHER_FILE
+KIVI, NUQ = "kivi:bits={}", "kvquant:bits={}"
+PAIRS = (
+    *((f"squat{which}", KIVI.format(2)) for which in (":bits=2", "_pre:bits=2,rank=60")),
+    *((f"xquant:bits={bits}", KIVI.format(bits)) for bits in (2, 3, 4)),
+    *((f"xquant:bits={bits}", NUQ.format(bits)) for bits in (2, 3, 4)),
+    ("xquant:bits=2", "squat_pre:bits=2,rank=60"),
+    ("xquant_cl:bits=2", "xquant:bits=2"),
+    *((NUQ.format(bits), KIVI.format(bits)) for bits in (2, 3, 4)),
+    (NUQ.format(2), "nf3"),
+    (NUQ.format(3), "int3"),
+    ("innerq:bits=1", KIVI.format(2)),
+    ("innerq:bits=2,mode=sym", KIVI.format(3)),
+    ("innerq:bits=2", KIVI.format(3)),
+    ("k=polarquant+v=kivi:bits=4", KIVI.format(4)),
+    ("turboquant:bits=2", "kivi:bits=2,group_size=64"),
+    ("turboquant:bits=3", KIVI.format(2)),
+    ("turboquant:bits=4", KIVI.format(3)),
+    ("zipcache", KIVI.format(3)),
+    ("gear:outliers=0", KIVI.format(3)),
+    ("nf4", "int4"),
+    ("nvfp4", "mxfp4"),
+    ("kvarn", KIVI.format(2)),
+    ("k=kvarn:bits=4+v=kvarn:bits=2", KIVI.format(3)),
+    *((f"oscar_{which}", KIVI.format(2)) for which in ("omni", "spectral")),
+    ("optr", KIVI.format(2)),
+    ("block_gtq", KIVI.format(3)),
+    ("block_gtq:bits=2", "turboquant:bits=2"),
+)
+INTRODUCTION = f"""\
+# The papers' methods in pairs
+
+Made by `python -m benchmarks.results_page` from the rows of the protocol: the KL of a cache over
+that of another on the same windows, which are of other domains than the calibration's, in equal
+windows and contexts of {LENGTH} tokens. Brackets are 95 % intervals, t, of the logs of the ratios,
+widened by rounding; in bold if they leave out 1. Bits are resident, for one sequence of
+{CONTEXT // 1024}K tokens of {llama_8b.NAME}."""
+
+
+def contents() -> str:
+    """Render the page from the reports that are there."""
+    files = [file for file in SOURCES if file.is_file()]
+    reports = [ProtocolReport.read(file) for file in files]
+    columns = [(report, reading) for report in reports for reading in READINGS]
+    filled = [column for column in columns if any(_row(*column, cache) for cache, _ in PAIRS)]
+    head = (
+        *("cache", "bits", "over", "bits"),
+        *(f"{report.model}, {WORDS[reading]}" for report, reading in filled),
+    )
+    lines = [line for pair in PAIRS if any((line := _line(pair, filled))[4:])]
+    pages = zip(reports, files, strict=True)
+    links = ", ".join(f"[{report.model}]({file.stem}.md)" for report, file in pages)
+    return "\n\n".join((INTRODUCTION, table(head, lines), f"All numbers: {links}.")) + "\n"
+
+
+def _line(pair: tuple[str, str], columns: list[tuple[ProtocolReport, str]]) -> tuple[str, ...]:
+    cells = []
+    for cache in pair:
+        rows = (_row(report, reading, cache) for report, reading in columns)
+        row = next(filter(None, rows), None)
+        cells += [f"`{cache}`", f"{row.sizes_8b()[0].resident_bits:.2f}" if row else ""]
+    return (*cells, *(_ratio(report, reading, pair) for report, reading in columns))
+
+
+def _ratio(report: ProtocolReport, reading: str, pair: tuple[str, str]) -> str:
+    rows = [_row(report, reading, cache) for cache in pair]
+    if None in rows:
+        return ""
+    one, other = (row.measured for row in rows if row)
+    ratio = one.over(other, report.headline)
+    shown = with_interval(*ratio, ".2f")
+    return f"**{shown}**" if not ratio.interval.low <= 1 <= ratio.interval.high else shown
+
+
+def _row(report: ProtocolReport, reading: str, cache: str) -> Row | None:
+    key = (cache, False, LENGTH, reading)
+    return next((row for row in report.rows if row.key == key), None)

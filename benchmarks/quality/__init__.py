@@ -1,2 +1,0 @@
-"""Predictions of a small model through each cache: the papers' tables, our own, and studies of one
-paper."""

@@ -1,1 +1,0 @@
-"""The comparisons of methods, at equal stored bits or as engines ship them."""
