@@ -197,8 +197,8 @@ def choose(implementation: Implementation, plan: LayerPlan, query_heads: int, to
         return _by_kernels(implementation)
     if implementation not in ("pallas", "native"):
         raise ValueError(f"{implementation=}: choose 'xla', 'pallas' or 'native'")
-    reason = unsupported(plan, query_heads, tokens, implementation) or no_device(implementation)
-    if reason:
+    of_layer = plan, query_heads, tokens
+    if reason := unsupported(*of_layer, implementation) or obstacle(implementation, *of_layer):
         raise ValueError(f"{implementation=} cannot run: {reason}")
     return NATIVE if implementation == "native" else _by_kernels(_launch(plan, query_heads))
 
@@ -211,7 +211,7 @@ def _automatic(plan: LayerPlan, query_heads: int, tokens: int) -> Route:
     kernels = _kernels_here()
     if no_device(kernels):
         return XLA
-    if unsupported(plan, query_heads, tokens, kernels):
+    if obstacle(kernels, plan, query_heads, tokens):
         return NATIVE_PROMPTS if kernels == "native" else CUDNN_PROMPTS
     # A process may also compile for other platforms than its first device's, such as for a GPU or a
     # TPU that it does not have, or for its CPU.
@@ -237,7 +237,11 @@ def obstacle(kernels: Kernels | None, plan: LayerPlan, query_heads: int, tokens:
     """Return, in one line, why these kernels (default: the ones for this process's device) do not
     read this layer, or None if they do."""
     kernels = kernels or _kernels_here()
-    return no_device(kernels) or unsupported(plan, query_heads, tokens, kernels)
+    reason = no_device(kernels) or unsupported(plan, query_heads, tokens, kernels)
+    if reason or kernels == "native" or LAUNCH.interpret or not (missing := no_triton()):
+        return reason
+    other = arithmetic.no_mosaic(plan, query_heads)
+    return other and f"{missing}. Mosaic GPU does without it, but not on this GPU: {other}"
 
 
 def _kernels_here() -> Kernels:

@@ -1,8 +1,7 @@
 """Readers for the arrays that codecs store, as `pallas_kernels.readers` defines them, or the reason
 why a kernel cannot read them.
 
-Readers are imported inside functions: their kernels need `jax.experimental.pallas.triton`, which is
-deprecated, and everything that runs on XLA works without it. Ask `dispatch.no_triton` first.
+Readers are imported inside functions: what XLA alone runs needs none of Pallas.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 `pallas_kernels.quantize.writer` defines them.
 
-Writers are imported inside functions: their kernels need `jax.experimental.pallas.triton`, which is
-deprecated, and everything that runs on XLA works without it.
+Writers are imported inside functions, as readers are.
 """
 
 from __future__ import annotations

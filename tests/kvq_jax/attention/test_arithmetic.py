@@ -72,6 +72,23 @@ def test_assembly_runs_where_its_test_passes_and_only_there(monkeypatch, answer,
         assert route.launch.arithmetic == wanted
 
 
+@pytest.mark.usefixtures("with_gpu")
+@pytest.mark.parametrize("answer", ["attention differs", None])
+def test_without_triton_a_gpu_that_fails_mosaics_test_runs_xla(monkeypatch, answer):
+    answering(monkeypatch, answer)
+    monkeypatch.setattr(dispatch, "no_triton", lambda: "no Triton")
+    monkeypatch.setattr(route, "missing", lambda: None)
+    plan = plan_of("kivi:bits=4")
+    chosen = dispatch.choose(None, plan, HEADS, 1)
+    if answer is None:
+        assert chosen.launch is not None
+        assert chosen.launch.route == "mosaic"
+        return
+    assert chosen == dispatch.CUDNN_PROMPTS
+    with pytest.raises(ValueError, match=r"no Triton\. .* but not on this GPU: its self-test"):
+        dispatch.choose("pallas", plan, HEADS, 1)
+
+
 def test_a_verdict_is_kept_for_its_device_and_format_alone():
     kivi, innerq = (
         arithmetic.format_of(plan_of(spec), HEADS) for spec in ("kivi:bits=4", "innerq:bits=2")
