@@ -33,10 +33,11 @@ import kvq_jax as kvq
 from benchmarks.markdown import head, table
 from benchmarks.model_names import model_words, shown
 from benchmarks.report_file import Report, from_json, header
-from benchmarks.resources import mappings, resident_bytes
+from benchmarks.resources import resident_bytes
 from kvq_models import Llama, decode_step, load_llama, prefill, prepare
 from kvq_models.inference.method_parameters import parameters_for
 from kvq_tools.evaluation.journal import Journal
+from kvq_tools.evaluation.program_memory import mappings
 from laboratory.study import run_study, study_parser
 
 CACHES = ("innerq:bits=2", "kivi:bits=2", "polarquant")

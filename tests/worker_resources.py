@@ -16,7 +16,7 @@ from collections import Counter
 import jax
 import pytest
 
-from benchmarks.resources import mappings, resident_bytes
+from benchmarks.resources import resident_bytes
 
 # of the 65530 that Linux allows a process; each compiled program takes several, and past the limit
 # LLVM crashes
@@ -65,6 +65,8 @@ class Resources:
     def pytest_runtest_teardown(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
         """Drop compiled programs that hold much: by bytes after each test, by mappings, which take
         longer to count, after each file."""
+        from kvq_tools.evaluation.program_memory import mappings  # after the options of XLA are set
+
         if resident_bytes() > self.most or (
             (nextitem is None or nextitem.path != item.path) and mappings() > MOST_MAPPINGS
         ):

@@ -24,6 +24,7 @@ from kvq_models.calibration.fingerprint import partial_fingerprint
 from kvq_models.calibration.fit import calibrate
 from kvq_models.calibration.needs import needs
 from kvq_models.llama.model import HiddenBTD
+from kvq_tools.evaluation import program_memory
 from kvq_tools.evaluation.protocol import (
     ScoredText,
     Sizes,
@@ -177,6 +178,7 @@ class Bench:
             work=self.work,
             text=name,
         )
+        program_memory.drop_if_many()
         return prepare(self.llama, spec, calibration), resolved(spec, calibration), True
 
 

@@ -18,6 +18,7 @@ from kvq_jax.types.array_types import Integers
 from kvq_models.calibration.progress import Progress
 from kvq_models.llama.model import HiddenBTD, Llama
 from kvq_models.llama.packed_loading import with_activations
+from kvq_tools.evaluation import program_memory
 from kvq_tools.evaluation.defaults import BATCH, STEP, Mode
 from kvq_tools.evaluation.results import Evaluation, Quality
 from kvq_tools.evaluation.settings import (
@@ -269,8 +270,8 @@ def _run(
 
     Entry [r, t] is about token t of row r, predicted from the tokens before it. Entries without a
     prediction (the first, the prompt's, padding) are unspecified, and entries before token `first`
-    may be. `at_end` is called after each
-    batch with its caches and the number of its rows that are not repetitions.
+    may be. `at_end` is called after each batch with its caches and the number of its rows that are
+    not repetitions.
     """
     count, width = rows.shape
     parts_of_rows = 1 if placement is None else placement.size("rows")
@@ -311,6 +312,7 @@ def _run(
                 whole[here, predicted] = term
         if at_end is not None and part is parts[-1]:
             at_end(through, min(size, count - number * size))
+        program_memory.drop_if_many()
     return exact[:count, :width], [
         tuple(term[:count, :width] for term in terms) for terms in compared
     ]

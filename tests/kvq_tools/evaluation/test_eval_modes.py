@@ -13,6 +13,7 @@ from kvq_models import decode_step, forward, prefill
 from kvq_models.llama.model import causal_attention as whole_attention
 from kvq_models.llama.rope import ropes_for
 from kvq_tools import evaluate, evaluate_caches
+from kvq_tools.evaluation import program_memory
 from kvq_tools.evaluation.compare import compare
 from kvq_tools.evaluation.forward import QUERY_CHUNK, causal_attention
 from kvq_tools.evaluation.windows import windows
@@ -156,6 +157,23 @@ def test_results_do_not_depend_on_the_batch_or_the_step(scene):
     )
     assert_close(other.nats, coarse.nats, "all windows together, 8 tokens a step")
     assert (other.index == coarse.index).all()
+
+
+@pytest.mark.parametrize(("count", "dropped"), [(10, False), (60_000, True)])
+def test_programs_that_are_too_many_are_forgotten_and_compiled_again(
+    scene, count, dropped, monkeypatch, tmp_path
+):
+    """Without this, a process that measures many calibrated caches crashes inside LLVM."""
+    (tmp_path / "max_map_count").write_text("65530")
+    monkeypatch.setattr(program_memory, "LIMIT", tmp_path / "max_map_count")
+    monkeypatch.setattr(program_memory, "mappings", lambda: count)
+    cleared = []
+    clear = jax.clear_caches
+    monkeypatch.setattr(jax, "clear_caches", lambda: cleared.append(clear()))
+    coarse = scene.found["decode"][1]
+    again = evaluate(scene.llama, COARSE, scene.ids, window=WINDOW, stride=STRIDE, batch=3)
+    assert bool(cleared) == dropped
+    assert_close(again.nats, coarse.nats, "after programs were dropped")
 
 
 def test_a_prompt_is_prefilled_and_not_scored(scene):
