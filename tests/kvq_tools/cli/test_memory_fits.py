@@ -10,7 +10,7 @@ from kvq_models.llama.checkpoint import read_config
 from kvq_tools.planning import measured
 from tests.kvq_models.checkpoints import tiny_config
 
-ACCUMULATING = "xquant_cl:bits=2,sink=32,recent=96"  # has working memory beside the cache
+ACCUMULATING = "xquant_cl:bits=2,sink=4,recent=32,block=32"  # has working memory beside the cache
 ASKED = ("--context", "4K", "--batch", 8)
 
 
@@ -69,7 +69,7 @@ def test_the_measured_caches_are_those_of_the_committed_results():
         "run python -m benchmarks.results_page"
     )
     for cache in measured.measurements().caches:
-        assert (cache.spec.sink, cache.spec.recent) == (32, 96), cache.name
+        assert (cache.spec.sink, cache.spec.recent) == (4, 32), cache.name
 
 
 def test_a_class_is_decided_by_the_harder_text():
