@@ -12,8 +12,8 @@ sin(x / 2) and c = sqrt(2) cos(x / 2) the key is
 
 All of it is computed for half of the radius, because r s may leave the range of fp16.
 That is ten instructions for two pairs, and none for the unit of special functions, which would
-take as long as the memory. A biased angle code becomes x by one `fma` with -(bias + centre) step,
-rounded to fp16. Rounding moves all angles of a group by the same, which m takes back in fp32.
+take as long as the memory. A biased angle code becomes x by one multiply-add with -(bias + centre)
+step, rounded to fp16. Rounding moves all angles of a group by the same, which m takes back in fp32.
 
 If angles are on the whole circle, keys have an error of 1.2e-3 of their length. It is less for
 narrower groups. Angles of 4 bits were rounded by up to 0.2.

@@ -10,9 +10,10 @@ import pytest
 from pallas_kernels.mosaic import route
 from pallas_kernels.readers.polar import PolarReader
 from pallas_kernels.tiles.layout import SPAN, plane_layout
-from tests.pallas_kernels.emulator import after
+from tests.pallas_kernels.emulator import INSTRUCTIONS, after
 from tests.pallas_kernels.registers import SIDE, WARPS, numbers, registers
 
+OF_MIDDLES = ("sub.rn.f32", "cvt.f32.f16", "cvt.rn.f16x2.f32")  # and of no other kernel
 pytestmark = pytest.mark.skipif(bool(route.missing()), reason=route.missing() or "")
 
 
@@ -64,6 +65,20 @@ def test_registers_have_the_keys_of_arrays(
 def test_keys_turned_by_the_middle_of_their_angles_are_those_of_the_codes(
     angle_bits: int, monkeypatch: pytest.MonkeyPatch
 ):
+    check_turned_keys(angle_bits, monkeypatch)
+
+
+@pytest.mark.parametrize("instruction", OF_MIDDLES)
+def test_an_instruction_that_computes_something_else_is_noticed(
+    instruction: str, monkeypatch: pytest.MonkeyPatch
+):
+    right = INSTRUCTIONS[instruction]
+    monkeypatch.setitem(INSTRUCTIONS, instruction, lambda first, *more: right(~first, *more))
+    with pytest.raises(AssertionError, match="code=0"):
+        check_turned_keys(4, monkeypatch)
+
+
+def check_turned_keys(angle_bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from pallas_kernels.mosaic import polar as module
 
     monkeypatch.setattr(module, "_asm", executed)
