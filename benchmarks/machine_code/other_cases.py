@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -23,17 +22,14 @@ from benchmarks.machine_code.compile import compile_for
 from benchmarks.machine_code.limits import Limits
 from benchmarks.machine_code.report import KernelReport, measure
 from benchmarks.machine_code.sass import Function, Loop, loops
+from benchmarks.machine_code.stored import polar, uniform
 from benchmarks.machine_code.target import Target
-from kvq_jax.arrays import grouped_array, polar_array
 from kvq_jax.arrays.grouped_array import GroupFormat, Scheme
-from kvq_jax.arrays.polar_array import PolarFormat
-from kvq_jax.codecs.kernel_readers import dense, grouped
-from kvq_jax.codecs.kernel_readers import polar as polar_reader
+from kvq_jax.codecs.kernel_readers import grouped
 from pallas_kernels.decode_attention.kernel import decode_attention
 from pallas_kernels.decode_attention.tuning import tuning_for
 from pallas_kernels.launch import Arithmetic, Launch
 from pallas_kernels.quantize.kernel import quantize_rows
-from pallas_kernels.readers.base import Reader
 from pallas_kernels.readers.grouped import GroupedReader
 from pallas_kernels.tiles.layout import SPAN
 
@@ -52,31 +48,9 @@ def _polar(
     size: tokens of a group.
     value_bits: bits of KIVI's values, or None for full precision.
     """
-    format = PolarFormat(angle, radius, channels, size, size)
-    keys = polar_reader(format.layout, angle, size, format.scale_dtype, grouped_angles=True)
-    if value_bits is None:
-        values, v_stored = (
-            dense(channels, "bfloat16"),
-            [jax.ShapeDtypeStruct((BATCH, KV_HEADS, TOKENS, channels), jnp.uint16)],
-        )
-    else:
-        v_format = GroupFormat(value_bits, "asym", "channels", 32, channels, 32)
-        values = grouped(v_format)
-        v_stored = [
-            leaf.struct
-            for leaf in jax.tree.leaves(grouped_array.specs(v_format, BATCH, KV_HEADS, TOKENS))
-        ]
-    assert isinstance(keys, Reader), keys
-    assert isinstance(values, Reader), values
-    k_stored = [
-        leaf.struct for leaf in jax.tree.leaves(polar_array.specs(format, BATCH, KV_HEADS, TOKENS))
-    ]
-    elements = BATCH * KV_HEADS * TOKENS * 2 * channels
-    bits = (
-        8
-        * sum(math.prod(array.shape) * array.dtype.itemsize for array in (*k_stored, *v_stored))
-        / elements
-    )
+    keys, k_stored, k_bits = polar(angle, radius, size, channels)
+    value_format = value_bits and GroupFormat(value_bits, "asym", "channels", 32, channels, 32)
+    values, v_stored, v_bits = uniform(value_format or None, channels)
 
     def build() -> tuple[Callable[..., Any], tuple[Any, ...]]:
         def attend(q: jax.Array, k: list[jax.Array], v: list[jax.Array], limits: jax.Array) -> Any:
@@ -95,7 +69,7 @@ def _polar(
         build,
         "decode_attention",
         tile * 2 * channels,
-        bits,
+        (k_bits + v_bits) / 2,
         plain_loads_allowed=True,
         **limits,
     )

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from benchmarks.machine_code.case import BATCH, GROUP, KV_HEADS, TOKENS, Case
 from benchmarks.machine_code.cases import INNER, OUTER
 from benchmarks.machine_code.report import HEADER, Instructions, KernelReport, named_by_spec
-from benchmarks.machine_code.stored import Stored, before_rope, tables, uniform
+from benchmarks.machine_code.stored import Stored, before_rope, polar, tables, uniform
 from benchmarks.machine_code.target import BY_NAME, H200, Target
 from benchmarks.machine_code.tools import missing
 from benchmarks.markdown import table
@@ -175,6 +175,21 @@ def _turboquant(bits: int, *limits: float, **fields: Any) -> Attention:
     return _attention(f"turboquant, {bits}-bit", sides, limits, fields)
 
 
+def _polar(
+    radius_bits: int, group: int, value_bits: int | None, *limits: float, **fields: Any
+) -> Attention:
+    """Return polar keys with angles of 4 bits, beside KIVI's values, or beside values in full
+    precision if `value_bits` is None."""
+
+    def sides(channels: int) -> tuple[Stored, Stored]:
+        format = value_bits and GroupFormat(value_bits, "asym", OUTER[1], 32, channels, 32)
+        return polar(4, radius_bits, group, channels), uniform(format or None, channels)
+
+    kind = "exact" if value_bits is None else f"{value_bits}-bit"
+    name = f"polar 4+{radius_bits}, groups of {group}, {kind} values"
+    return _attention(name, sides, limits, fields)
+
+
 def _dense(*limits: float, **fields: Any) -> Attention:
     def sides(channels: int) -> tuple[Stored, Stored]:
         side = uniform(None, channels)
@@ -230,6 +245,11 @@ ATTENTIONS = (
     _normal_float(2, 2.6, 1.65, 8),
     _normal_float(4, 4.55, 3.15, 8, channels=64),
     _turboquant(3, 2.95, 1.9, 8, cap_spill_bytes=128),
+    _polar(4, 128, None, 3.8, 0.65, 8),
+    _polar(4, 128, 4, 4.3, 0.95, 8, cap_spill_bytes=128),  # 3.83 on an H200, 4.05 on an L40
+    _polar(2, 64, None, 3.9, 0.7, 8),
+    _polar(4, 128, None, 4.5, 0.95, 8, channels=64),  # 3.71 on an H200, 4.19 on an A100
+    _polar(4, 128, None, 3.4, 0.55, 8, channels=256, cap_spill_bytes=128),
     _dense(2.1, 0.5, 8),
     _dense(2.7, 0.6, 8, channels=64),  # 1.95 on an H200, 2.59 on an L40, whose tiles are shorter
     _dense(1.8, 0.3, 8, channels=256),

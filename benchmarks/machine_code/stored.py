@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.machine_code.case import BATCH, KV_HEADS, TOKENS
-from kvq_jax.arrays import grouped_array, sparse_outliers
+from kvq_jax.arrays import grouped_array, polar_array, sparse_outliers
 from kvq_jax.arrays.channel_groups import ChannelGroup
 from kvq_jax.arrays.grouped_array import GroupFormat
 from kvq_jax.arrays.packing import run_layout
+from kvq_jax.arrays.polar_array import PolarFormat
 from kvq_jax.arrays.sparse_outliers import Pool
 from kvq_jax.arrays.stored import BodySpec
 from kvq_jax.codecs import kernel_readers
@@ -91,6 +92,19 @@ def before_rope(format: GroupFormat, channels: int) -> Stored:
         ],
         bits,
     )
+
+
+def polar(angle_bits: int, radius_bits: int, group: int, channels: int) -> Stored:
+    """Return keys in polar form, with steps for groups of so many tokens."""
+    format = PolarFormat(angle_bits, radius_bits, channels, group, group)
+    reader = kernel_readers.polar(
+        format.layout, angle_bits, group, format.scale_dtype, grouped_angles=True
+    )
+    assert isinstance(reader, Reader), reader
+    specs = polar_array.specs(format, BATCH, KV_HEADS, TOKENS)
+    stored = [leaf.struct for leaf in jax.tree.leaves(specs)]
+    stored_bytes = sum(math.prod(array.shape) * array.dtype.itemsize for array in stored)
+    return reader, stored, 8 * stored_bytes / (BATCH * KV_HEADS * TOKENS * channels)
 
 
 def runs(widths: str, channels: int, *, keys: bool) -> Stored:

@@ -29,9 +29,11 @@ from pallas_kernels.decode_attention.partial_attention import NEG_INF, WEIGHT_EX
 from pallas_kernels.decode_attention.schedule import Pieces, Schedule, TileRun
 from pallas_kernels.decode_attention.tuning import Tuning
 from pallas_kernels.mosaic.codebook import CodebookKeys, CodebookValues
+from pallas_kernels.mosaic.copies import copy_few, is_small
 from pallas_kernels.mosaic.dense import DenseKeys, DenseValues
 from pallas_kernels.mosaic.grouped import GroupedKeys, GroupedValues
 from pallas_kernels.mosaic.matrices import Matrices, on_rows, on_warps, splat
+from pallas_kernels.mosaic.polar import PolarKeys
 from pallas_kernels.mosaic.registers import OF_ALL_ROWS, OF_ALL_WARPS, SIDE, WARPS
 from pallas_kernels.mosaic.rotary import RotatedKeys
 from pallas_kernels.mosaic.route import span_of
@@ -41,15 +43,17 @@ from pallas_kernels.readers.base import Reader
 from pallas_kernels.readers.codebook import CodebookReader
 from pallas_kernels.readers.dense import DenseReader
 from pallas_kernels.readers.grouped import GroupedReader
+from pallas_kernels.readers.polar import PolarReader
 from pallas_kernels.readers.rotary import RotatedReader
 from pallas_kernels.readers.shared import soft_capped
 
-Keys = GroupedKeys | CodebookKeys | DenseKeys | RotatedKeys
+Keys = GroupedKeys | CodebookKeys | DenseKeys | PolarKeys | RotatedKeys
 Values = GroupedValues | CodebookValues | DenseValues
 _SIDES: dict[type[Reader], tuple[Any, Any]] = {
     GroupedReader: (GroupedKeys, GroupedValues),
     CodebookReader: (CodebookKeys, CodebookValues),
     DenseReader: (DenseKeys, DenseValues),
+    PolarReader: (PolarKeys, None),  # values have no angles
     RotatedReader: (RotatedKeys, None),  # values have no positions
 }
 
@@ -193,7 +197,9 @@ class Block:
 
 def _copy(source: Any, target: Any, barrier: Any) -> None:
     """Begin a copy to shared memory, by the copy engine if there is a barrier."""
-    if barrier is None:
+    if barrier is None and is_small(target):
+        copy_few(source, target)
+    elif barrier is None:
         inside = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
         plgpu.copy_gmem_to_smem(source, target, oob_mode=inside)
     else:

@@ -137,9 +137,9 @@ class GroupedSide:
         self,
         buffers: Sequence[Any],
         stripe: Stripe,
-        load: Callable[[Any], jax.Array],
+        load: Callable[[Any], Any],
         group: int | None = None,
-    ) -> list[jax.Array]:
+    ) -> list[Any]:
         """Load the scales, and the zeros if there are any, of a group of channels for all tokens,
         or of all channels."""
         groups = WARPS // self.together

@@ -1,5 +1,5 @@
-"""The choice between the two routes to a GPU: Mosaic GPU reads bodies in uniform groups, in tables
-and in full precision, Triton the rest.
+"""The choice between the two routes to a GPU: Mosaic GPU reads bodies in uniform groups, in tables,
+in polar form and in full precision, Triton the rest.
 
 This module imports no Mosaic GPU, which JAX has from 0.11 on.
 """
@@ -24,6 +24,7 @@ from pallas_kernels.readers.base import Reader
 from pallas_kernels.readers.codebook import CodebookReader
 from pallas_kernels.readers.dense import DenseReader
 from pallas_kernels.readers.grouped import GroupedReader
+from pallas_kernels.readers.polar import PolarReader
 from pallas_kernels.readers.rotary import RotatedReader
 from pallas_kernels.tiles.layout import SPAN, SUPPORTED_BITS, TABLE_BITS
 
@@ -107,6 +108,8 @@ def _unread(reader: Reader, turned: bool = False) -> str | None:
         if reader.shards > 1 and reader.block % SPAN:
             return f"shards of blocks of {reader.block} tokens before RoPE, not of whole spans"
         return _unread(reader.inner, turned=True)
+    if isinstance(reader, PolarReader) and not turned:
+        return _unread_polar(reader)
     if not isinstance(reader, (GroupedReader, CodebookReader)):
         return f"{type(reader).__name__}, not uniform groups, tables or rows"
     served = SUPPORTED_BITS if isinstance(reader, GroupedReader) else TABLE_BITS
@@ -121,6 +124,16 @@ def _unread(reader: Reader, turned: bool = False) -> str | None:
     if reader.scale_dtype != "float16":
         return f"scales in {reader.scale_dtype}, not in float16"
     return None
+
+
+def _unread_polar(reader: PolarReader) -> str | None:
+    if math.prod(reader.chunks) not in HEAD_DIMS:
+        return f"head dim {math.prod(reader.chunks)}"
+    if reader.angle_bits < 4:
+        return f"angles of {reader.angle_bits} bits, fewer than 4"
+    if STRIPE % reader.group:
+        return f"groups of {reader.group} tokens, which do not divide {STRIPE}"
+    return None if reader.scale_dtype == "float16" else f"steps in {reader.scale_dtype}"
 
 
 def span_of(k: Reader, v: Reader) -> int:
@@ -183,6 +196,8 @@ def tuning_for(k: Reader, v: Reader, columns: int, capacity: int, capability: st
     if k.turns:  # cosines and sines, of each span and of the distances in one
         of_span = 2 * math.prod(k.chunks)
         beside, of_token = beside + SPAN * of_span, of_token + of_span // SPAN
+    if isinstance(k, PolarReader):  # steps and least values of groups
+        of_token += 4 * math.prod(k.chunks) // k.group
     crowded = k.chunks[0] * k.chunks[1] > 128 or columns > 8
     stripe, least = WARPS * span_of(k, v), least_tile(k, v, capability)
     tiles = [tile for tile in (2 * stripe, stripe) if least <= tile <= capacity]

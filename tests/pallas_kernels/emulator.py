@@ -9,7 +9,7 @@ its sum with a third for the rounding.
 import dataclasses
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -78,6 +78,10 @@ def on_floats(operation: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]
     return instruction
 
 
+def _half_bits(register: np.ndarray) -> np.ndarray:
+    return register.view(np.float32).astype(np.float16).view(np.uint16).astype(U)
+
+
 INSTRUCTIONS = {
     "mov.b32": lambda a: a,
     "mov.u32": lambda a: a,
@@ -92,7 +96,10 @@ INSTRUCTIONS = {
     "mul.rn.f16x2": on_halves(np.multiply),
     "neg.f16x2": on_halves(np.negative),
     "fma.rn.f16x2": on_halves(lambda a, b, c: a * b + c),
+    "sub.rn.f32": on_floats(np.subtract),
     "fma.rn.f32": on_floats(lambda a, b, c: a * b + c),
+    "cvt.f32.f16": lambda a: a.astype(np.uint16).view(np.float16).astype(np.float32).view(U),
+    "cvt.rn.f16x2.f32": lambda a, b: _half_bits(a) << U(16) | _half_bits(b),
     "ex2.approx.ftz.f32": on_floats(np.exp2),
     "cos.approx.ftz.f32": on_floats(np.cos),
     "sin.approx.ftz.f32": on_floats(np.sin),
@@ -113,16 +120,33 @@ def computed(assembly: str, pack: int, result: jax.ShapeDtypeStruct, *args: Any)
             for size, o in zip(sizes, operands, strict=True)
             for x in ([o] if size == 2 else [o[..., ::2], o[..., 1::2]])
         ]
-    registers = {f"${i + 1}": operand for i, operand in enumerate(operands)} | {"%laneid": U(LANE)}
-    for statement in assembly.strip("{} ").split(";"):
+    [into] = after(assembly, 1, operands)
+    return np.ascontiguousarray(into).view(result.dtype).reshape(result.shape)
+
+
+def after(assembly: str, results: int, operands: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Return the contents of the first registers, which are the results, after the assembly. The
+    operands are in the next ones.
+    """
+    registers: dict[str, Any] = {"%laneid": U(LANE)}
+    registers |= {f"${i}": operand for i, operand in enumerate(operands, results)}
+
+    def value(source: str) -> Any:
+        if source in registers:
+            return registers[source]
+        return U(int(source[2:], 16)) if source.startswith("0f") else U(int(source, 0))
+
+    for statement in assembly.strip().removeprefix("{").removesuffix("}").split(";"):
         name, space, parameters = statement.strip().partition(" ")
-        if name in INSTRUCTIONS:
+        if halves := re.fullmatch(r"mov\.b32 \{(\w+), (\w+)\}, (\S+)", statement.strip()):
+            low, high, source = halves.groups()
+            registers |= {low: value(source) & U(0xFFFF), high: value(source) >> U(16)}
+        elif name in INSTRUCTIONS:
             into, *sources = re.split(r",\s*", parameters)
-            values = [registers[s] if s in registers else U(int(s, 0)) for s in sources]
-            registers[into] = np.asarray(INSTRUCTIONS[name](*values), U)
+            registers[into] = np.asarray(INSTRUCTIONS[name](*map(value, sources)), U)
         else:
             assert name in ("", ".reg"), f"an instruction without a meaning here: {statement}"
-    return np.ascontiguousarray(registers["$0"]).view(result.dtype).reshape(result.shape)
+    return [registers[f"${i}"] for i in range(results)]
 
 
 def execute(

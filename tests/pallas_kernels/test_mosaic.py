@@ -18,8 +18,9 @@ from pallas_kernels.mosaic.walk import Walk
 from pallas_kernels.readers.codebook import CodebookReader
 from pallas_kernels.readers.dense import DenseReader
 from pallas_kernels.readers.grouped import GroupedReader
+from pallas_kernels.readers.polar import PolarReader
 from pallas_kernels.readers.rotary import RotatedReader
-from pallas_kernels.tiles.layout import SPAN
+from pallas_kernels.tiles.layout import SPAN, plane_layout
 from tests.exhaustive import some
 from tests.float64 import rotated, row_errors, softmax
 from tests.pallas_kernels.codebook_sides import codebook_side
@@ -35,10 +36,12 @@ from tests.pallas_kernels.harness import (
 )
 from tests.pallas_kernels.kernel_cases import (
     CASES,
+    POLAR,
     codebook,
     innerq,
     kivi,
     looked_up,
+    polar,
     rows,
     turned,
 )
@@ -50,8 +53,16 @@ INTERPRETED = Launch(interpret=True, route="mosaic")
 LENGTHS = Lengths(160, (0, 31, 160))
 WIDE = {"kivi2_h64_g4_size64": Lengths(192, (0, 95, 192))}  # whole groups of tokens
 WIDE |= {f"kivi4_h64_g4_size128{turned}": Lengths(256, (0, 95, 250)) for turned in ("", "_turned")}
+WIDE |= {"m4n4_size128_h64_g4": Lengths(256, (0, 95, 250))}
+WIDE |= dict.fromkeys(("m4n4_size64_h256_g1", "m4n2_size64_h64_g9"), Lengths(192, (0, 95, 192)))
 WIDE |= {"rows_h64_g4": Lengths(137, (0, 63, 137))}  # rows need no whole spans
 TUNING = Tuning(128, stages=2, cores=5, resident=1)  # fewer programs than rows and heads
+
+
+def in_polar_form(*format: Any) -> KernelCase:
+    """Return polar keys with the error that their polynomials in fp16 may have."""
+    return dataclasses.replace(polar(*format), tolerance=5e-3, margin=6)
+
 
 SCHEMES = ("sym", "hybrid", "asym")
 GRID = (
@@ -92,10 +103,22 @@ GRID = (
     ),
     turned(kivi(4, 64, 9)),
     turned(kivi(4, 64, 4, 128)),
+    *(
+        in_polar_form(4, radius, size, head_dim, group, values)
+        for radius, size, head_dim, group, values in (
+            (4, 128, 64, 4, None),
+            (4, 32, 128, 8, format_of(4, "asym", "channels", 128)),
+            (4, 64, 256, 1, format_of(2, "asym", "tokens", 256)),
+            (2, 64, 64, 9, None),
+            (2, 32, 128, 1, None),
+        )
+    ),
+    in_polar_form(6, 2, 32, 64, 2, None),
+    in_polar_form(5, 1, 32, 128, 4, None),
 )
 # Words that one, two and four tokens share, in one and two plane sets; 8 and 16 query columns.
 USUAL = ("innerq2_hybrid_h64_g4", "kivi2_h64_g9_size32", "table4_token_h64_g9", "rows_h64_g4")
-USUAL += ("kivi4_h64_g9_size32_turned",)
+USUAL += ("kivi4_h64_g9_size32_turned", "m4n2_size64_h64_g9")
 
 
 def usual_of(cases: tuple[KernelCase, ...]) -> list[KernelCase]:
@@ -122,7 +145,7 @@ def test_attention_equals_its_reference_without_a_race(case: KernelCase):
 @each(
     (
         *(innerq(2, "sym", 64), innerq(2, "asym", 64), kivi(2, 64), looked_up(3, 32, 64)),
-        *(rows(64, 4), turned(kivi(2, 64))),
+        *(rows(64, 4), turned(kivi(2, 64)), in_polar_form(4, 4, 32, 64, 4, None)),
     )
 )
 def test_what_lies_behind_a_limit_changes_nothing(case: KernelCase):
@@ -175,7 +198,7 @@ def test_keys_of_a_shard_are_rotated_to_the_positions_of_its_blocks(block: int):
 @needs_mosaic
 @pytest.mark.parametrize(
     "case",
-    [innerq(3, "sym", 128), looked_up(3, 32, 128), rows(256, 4), turned(kivi(2, 128))],
+    [innerq(3, "sym", 128), looked_up(3, 32, 128), rows(256, 4), turned(kivi(2, 128)), POLAR[0]],
     ids=lambda case: case.id,
 )
 def test_a_kernel_lowers_for_cuda_without_triton(case: KernelCase):
@@ -222,6 +245,8 @@ def test_bodies_that_mosaic_does_not_read_are_named():
     for shared in (1, 2, 4):  # spans share scales
         wide = dataclasses.replace(k, group=shared * SPAN)
         assert route.unsupported(wide, v, 16, 128) is None
+    coded, bits = PolarReader(plane_layout(8, 32, SPAN), 4, 128), plane_layout(4, 32, SPAN)
+    assert route.unsupported(coded, v, 4, 128) is None
     refused = {
         "groups of 256 tokens": (dataclasses.replace(k, group=8 * SPAN), v, 4, 128),
         "float16": (k, dataclasses.replace(v, scale_dtype="bfloat16"), 4, 128),
@@ -234,6 +259,8 @@ def test_bodies_that_mosaic_does_not_read_are_named():
             RotatedReader(dataclasses.replace(k, scale_dtype="bfloat16")),
             *(v, 4, 128),
         ),
+        "angles of 2 bits": (PolarReader(bits, 2, 128), v, 4, 128),
+        "steps in bfloat16": (dataclasses.replace(coded, scale_dtype="bfloat16"), v, 4, 128),
     }
     assert route.unsupported(RotatedReader(k), v, 4, 128) is None
     for reason, (keys, values, group, capacity) in refused.items():

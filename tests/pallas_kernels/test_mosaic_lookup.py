@@ -10,30 +10,13 @@ import pytest
 from pallas_kernels.mosaic import route
 from pallas_kernels.tiles.layout import SPAN, plane_layout
 from tests.pallas_kernels.emulator import computed
-
-WARPS, SIDE = 4, 8
+from tests.pallas_kernels.registers import WARPS, numbers, registers
 
 
 def executed(assembly: str, *operands: np.ndarray) -> np.ndarray:
     [size] = {operand.shape for operand in map(np.asarray, operands) if operand.shape} or {()}
     result: Any = np.empty(size, np.uint32)
     return computed(assembly, 1, result, *(np.broadcast_to(o, size).copy() for o in operands))
-
-
-def registers(words: np.ndarray) -> np.ndarray:
-    """Return 16-bit numbers [rows, columns] by matrix: lanes [8, 4] of two neighbours each."""
-    rows, columns = (size // SIDE for size in words.shape)
-    cut = words.reshape(rows, SIDE, columns, SIDE).swapaxes(1, 2)
-    grid = np.empty((rows, columns), dtype=object)
-    for place in np.ndindex(grid.shape):
-        grid[place] = np.ascontiguousarray(cut[place]).view(np.uint32)
-    return grid
-
-
-def numbers(grid: np.ndarray) -> np.ndarray:
-    """Return the 16-bit numbers [rows, columns] of registers."""
-    rows = [np.concatenate([lanes.view(np.uint16) for lanes in row], axis=1) for row in grid]
-    return np.concatenate(rows)
 
 
 @pytest.mark.skipif(bool(route.missing()), reason=route.missing() or "")

@@ -9,6 +9,8 @@ from pallas_kernels.launch import Launch
 from pallas_kernels.mosaic import route
 from pallas_kernels.readers.base import Reader
 from pallas_kernels.readers.codebook import CodebookReader
+from pallas_kernels.readers.dense import DenseReader
+from pallas_kernels.readers.polar import PolarReader
 from pallas_kernels.readers.rotary import RotatedReader
 from pallas_kernels.tiles.layout import SPAN, plane_layout
 
@@ -31,4 +33,19 @@ def test_tables_are_appended_as_by_the_other_route(keys: Reader):
     assert len(arrays) == 2 * 5, "of each side: sink, ring, words, scales and zero points"
     for name in arrays:
         wrong = dict(outputs) | {name: outputs[name] + np.float32(1)}
+        assert self_test._compare(wrong, expected), f"{name} would pass"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(bool(route.missing()), reason=route.missing() or "")
+def test_polar_keys_and_windows_beside_them_are_tested():
+    keys = PolarReader(plane_layout(8, 32, SPAN), 4, 128)
+    format = self_test.Format(keys, DenseReader(64, "bfloat16"), 2, "mosaic")
+    outputs, expected = (
+        self_test._outputs(format, launch, None) for launch in (MOSAIC, self_test.INTERPRETED)
+    )
+    assert self_test._compare(outputs, expected) is None
+    assert {"attention", "attention over windows"} <= set(outputs) & set(expected)
+    for name in ("attention", "attention over windows"):
+        wrong = dict(outputs) | {name: 1.02 * outputs[name]}
         assert self_test._compare(wrong, expected), f"{name} would pass"

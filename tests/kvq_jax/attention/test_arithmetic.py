@@ -191,7 +191,12 @@ def test_the_doctor_says_what_was_found(monkeypatch):
             "triton: its self-test fails: attention differs",
         ),
         ("no Mosaic GPU", None, "kivi:bits=4", "triton: no Mosaic GPU"),
-        (None, None, "polarquant", "triton: k: PolarReader, not uniform groups, tables or rows"),
+        (
+            None,
+            None,
+            "polarquant:angle_bits=2,radius_bits=2",
+            "triton: k: angles of 2 bits, fewer than 4",
+        ),
     ],
 )
 def test_mosaic_reads_where_it_serves_and_passes(monkeypatch, missing, answer, spec, wanted):
@@ -203,7 +208,7 @@ def test_mosaic_reads_where_it_serves_and_passes(monkeypatch, missing, answer, s
     assert chosen.route == wanted.partition(":")[0]
     assert dispatch.route_here([plan], HEADS).startswith(wanted)
     tested = any("route='mosaic'" in format for format in asked.asked)
-    assert tested == (not missing and spec != "polarquant"), (
+    assert tested == (not missing and spec == "kivi:bits=4"), (
         "a test that cannot decide takes seconds"
     )
 

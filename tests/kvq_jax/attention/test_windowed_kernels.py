@@ -45,6 +45,7 @@ CASES = (
     ("kivi:bits=4", SPECIAL, BY_MOSAIC),
     ("innerq:bits=2", WINDOWED, BY_MOSAIC),
     ("kivi:bits=4,pre_rope=true", SPECIAL, BY_MOSAIC),
+    ("k=polarquant:radius_bits=2,group_size=64+v=kivi:bits=4", SPECIAL, BY_MOSAIC),
 )
 USUAL = (CASES[1], CASES[5], CASES[8], CASES[10])
 

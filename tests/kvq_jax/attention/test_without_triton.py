@@ -31,8 +31,8 @@ PROGRAM = """
         head_dim=64,
         hidden_size=256,
     )
-    # polar keys, which Mosaic GPU does not read either
-    cache = kvq.init_cache("polarquant", dims, 1, 256, "bfloat16")
+    # angles of 2 bits, which Mosaic GPU does not read either
+    cache = kvq.init_cache("polarquant:angle_bits=2,radius_bits=2", dims, 1, 256, "bfloat16")
     plan, none = cache.plans[0], np.zeros(1, np.int32)
     tokens = sequences(1, dims, 256, dtype="bfloat16")
     _, state, _ = prefill_layer(plan, (), cache.layers[0], tokens.window(none, none + 200, 200), ())

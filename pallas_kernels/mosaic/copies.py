@@ -1,0 +1,52 @@
+"""Asynchronous copies to shared memory that are too small for all threads of a block, for GPUs
+without a copy engine: some of the threads copy 16 bytes each."""
+
+# pyright: reportArgumentType=false
+# the stubs of MLIR do not say how many results inline assembly has
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, nvvm
+
+from pallas_kernels.mosaic.registers import WARPS, ref_dtype
+
+_BYTES = 16  # of a thread
+
+
+def is_small(target: Any) -> bool:
+    """Return True if Pallas' own copy has less than four bytes for each thread."""
+    return math.prod(target.shape) * target.dtype.itemsize < 4 * 32 * WARPS
+
+
+def copy_few(source: Any, target: Any) -> None:
+    """Begin a copy of neighbouring numbers from global to shared memory, a group of its own."""
+    inline: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 2)
+
+    @inline
+    def copy(ctx: Any, source: ir.Value, target: ir.Value) -> None:
+        i32, kind = ir.IntegerType.get_signless(32), ref_dtype(target)
+        each = _BYTES // utils.bytewidth(kind)
+        pieces, rest = divmod(math.prod(ir.MemRefType(target.type).shape), each)
+        assert rest == 0, "whole pieces"
+        thread = utils.thread_idx()
+        copies = arith.cmpi(arith.CmpIPredicate.ult, thread, utils.c(pieces, i32))
+        with utils.when(copies):
+            offset = arith.muli(thread, utils.c(each, i32))
+            outside = llvm.addrspacecast(
+                llvm.PointerType.get(address_space=1), utils.memref_ptr(source)
+            )
+            nvvm.cp_async_shared_global(
+                utils.getelementptr(utils.memref_ptr(target), [offset], kind),
+                utils.getelementptr(outside, [offset], kind),
+                _BYTES,
+                nvvm.LoadCacheModifierKind.CG,
+            )
+        nvvm.cp_async_commit_group()
+
+    copy(source, target)
