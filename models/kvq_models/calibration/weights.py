@@ -7,7 +7,8 @@ projections.
 
 The fit is KVQuant's (kvq_jax/methods/kvquant/kmeans.py). A fraction of a matrix's weights may stay
 unquantized and out of the fit: a ninth of them have the largest F, the others the largest
-magnitude. The embedding, the head, norms and biases are not changed.
+magnitude. The result is arrays, or packed matrices (llama/tabled_weights.py). The embedding, the
+head, norms and biases are not changed.
 
 The backward pass goes from the last layer to the first, all samples through one layer at a time,
 with the unquantized weights. Memory besides the model: the inputs of all layers for all samples,
