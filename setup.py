@@ -22,7 +22,10 @@ from setuptools.command.build_ext import build_ext
 
 SOURCES = pathlib.Path("cpu_kernels/csrc")
 COMMON = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-pthread")
-CALLS = "tasks", "split", "store", "prompt_call", "prompt_ffi", "weights_call", "weights_ffi"
+CALLS = (
+    *("tasks", "split", "store", "prompt_call", "prompt_ffi"),
+    *("weights_call", "weights_ffi", "tables_ffi"),
+)
 KERNELS = "attention", "weights"
 AVX512 = "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c"
 # Kernels are compiled once for each kind of processor, and the choice is made at run time

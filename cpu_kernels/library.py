@@ -18,7 +18,8 @@ DECODE_ATTENTION = "kvq_decode_attention"
 EXACT_ATTENTION = "kvq_exact_attention"
 PACKED_PRODUCT = "kvq_packed_product"
 STORE_BLOCKS = "kvq_store_blocks"
-TARGETS = DECODE_ATTENTION, EXACT_ATTENTION, PACKED_PRODUCT, STORE_BLOCKS
+TABLED_PRODUCT = "kvq_tabled_product"
+TARGETS = DECODE_ATTENTION, EXACT_ATTENTION, PACKED_PRODUCT, STORE_BLOCKS, TABLED_PRODUCT
 _FOLDER = pathlib.Path(__file__).parent
 _REMEDY = (
     "install a C++ compiler, then kvq again (in a checkout: python setup.py build_ext --inplace)"

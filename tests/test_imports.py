@@ -44,6 +44,7 @@ KERNEL_DOORS = {
     "kvq_jax/types/rope.py": ("pallas_kernels.angles",),
     "models/kvq_models/llama/packed_loading.py": ("cpu_kernels.library",),
     "models/kvq_models/llama/packed_weights.py": ("cpu_kernels",),
+    "models/kvq_models/llama/tabled_weights.py": ("cpu_kernels",),
 }
 # What others want to know of a codec, a method or a stored array they ask its base class: its own
 # class is known in these rooms alone, and to the files behind which it is made or timed.

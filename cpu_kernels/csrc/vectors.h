@@ -219,7 +219,7 @@ typedef int32_t Shift;
 inline Shift shift_by(int32_t bits) { return bits; }
 #endif
 
-// A table of 16 entries.
+// A table of 16 entries. Of a code, the lowest 4 bits alone are looked at.
 struct Table {
 #if defined(__AVX512F__)
   __m512 entries;
@@ -240,7 +240,7 @@ struct Table {
   explicit Table(const float* p) : entries(p) {}
   Floats at(Uints code) const {
     Floats entry;
-    for (int i = 0; i < kLanes; i++) entry[i] = entries[code[i]];
+    for (int i = 0; i < kLanes; i++) entry[i] = entries[code[i] & 15];
     return entry;
   }
 #endif

@@ -8,6 +8,12 @@
 // likewise, or the product of a signed byte and the scale. A scale of MXFP4 is a power of two, and
 // its codes are numbers of 4 bits. Codes of 4 bits may stand for 16 levels (NF4), and codes of FP8
 // are numbers of 8 bits. Numbers of 16 bits have no scales.
+//
+// Codes of 4 bits may also stand for levels of their output, all but some sparse ones (Tables):
+//
+//   w[i, o] = value of the sparse entry (o, i), or levels[o, code[i, o]]
+//
+// Such codes lie by output and not in panels, and the lanes of vectors are inputs.
 #pragma once
 
 #include <cstdint>
@@ -42,23 +48,40 @@ struct Scales {
   }
 };
 
+constexpr int64_t kLaneWords = 16;            // words that lie beside each other in `by_word`
+constexpr int64_t kLaneRun = kLaneWords * 8;  // their inputs
+
+// The levels of each output, and the entries that are stored as they are, by output and input. The
+// code of such an entry is 0.
+struct Tables {
+  const void* levels = nullptr;          // [O, 16]
+  const int32_t* starts = nullptr;       // [O + 1], of the entries of each output
+  const uint16_t* inputs = nullptr;      // [starts[O]]
+  const void* values = nullptr;          // [starts[O]]
+  ScaleKind kind = ScaleKind::kFloat32;  // of levels and values: 16 or 32 bits
+};
+
 // Words of 4-bit codes are a GGUF file's: byte b of word w of a run of kWordInputs holds input
 // 4 w + b in its low bits, and input 16 + 4 w + b in its high ones. Codes of 8 bits lie by fours.
+// With tables, bits 4 j of word w of an output are those of input 8 w + j.
 struct PackedMatrix {
   int64_t bits;   // 4, 8 or 16
   int64_t group;  // 16 or 32, and 16 for 8 bits alone
   int64_t inputs, outputs;
-  float centre;       // 0 but for 4 bits
-  const void* codes;  // 4 bits: uint32 [P, I / 8, 32]; 8 bits: int8 or E4M3 [P, I / 4, 32, 4];
-                      // 16 bits: bfloat16 or float16 [P, I, 32]
+  float centre;  // 0 but for 4 bits
+  const void*
+      codes;  // 4 bits: uint32 [P, I / 8, 32], or [O, I / 8] with tables; 8 bits: int8 or E4M3 [P, I / 4, 32, 4];
+  // 16 bits: bfloat16 or float16 [P, I, 32]
   Scales scales, mins;
   bool bfloat16 = false;          // of 16 bits
   bool e4m3 = false;              // of 8 bits
   const float* levels = nullptr;  // [16], what codes of 4 bits stand for, or null for integers
+  Tables tables{};                // of 4 bits
 
   // Twice a number of 4 bits (E2M1) is an integer from -12 to 12.
   bool e2m1() const { return scales.kind == ScaleKind::kExponents; }
-  bool integers() const { return bits < 16 && !e4m3 && !levels; }
+  bool has_tables() const { return tables.levels != nullptr; }
+  bool integers() const { return bits < 16 && !e4m3 && !levels && !has_tables(); }
   int64_t panels() const { return (outputs + kPanelOutputs - 1) / kPanelOutputs; }
 };
 
@@ -72,6 +95,8 @@ struct PackedMatrix {
 // the digit that counts most is the first. Its group's largest entry decides the scale.
 struct TokenBlock {
   const float* x;         // [I, n], or null
+  const float* by_word;   // [runs of kLaneRun, 8, n, kLaneWords]: x of entry j of each word. Zeros
+                          // lie behind the last input. Null without tables
   const float* sums;      // [I / group, n]: of x over each group. Null without minima
   const int32_t* digits;  // [I / 4, n, k]: int8 digits of four inputs, or null
   const float* scales;    // [I / group, n]

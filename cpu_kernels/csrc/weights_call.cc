@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <memory>
+#include <new>
 #include <vector>
 
 namespace kvq {
@@ -10,6 +11,7 @@ namespace {
 
 constexpr int64_t kLeastWork = 1 << 18;  // codes times tokens of a task: some 10 microseconds
 constexpr int64_t kTasksOfThread = 4;
+constexpr size_t kAlignment = 64;       // bytes of a cache line, which no vector then crosses
 constexpr int64_t kRowBytes = 1 << 19;  // of the rows of x that a task reads again for each panel
 
 int64_t width_of(int64_t tokens) {
@@ -23,24 +25,30 @@ int32_t offset_of(const PackedMatrix& weights) {
   return weights.bits == 8 ? 128 : weights.e2m1() ? 12 : int32_t(weights.centre);
 }
 
+struct FreeAligned {
+  void operator()(float* p) const { ::operator delete[](p, std::align_val_t{kAlignment}); }
+};
+
 // All rows of x as the kernel reads them, for the matrices that take them alike.
 struct Rows {
   int64_t group;
   int32_t offset;
-  bool summed, to_digits, rounded;
-  int64_t floats = 0, sums = 0, integers = 0, starts = 0;  // of a block
+  bool summed, to_digits, rounded, by_word;
+  int64_t floats = 0, sums = 0, lanes = 0, integers = 0, starts = 0;  // of a block
   std::unique_ptr<float[]> scratch{};
   std::unique_ptr<int32_t[]> words{};
+  std::unique_ptr<float[], FreeAligned> by_word_of{};
   std::vector<TokenBlock> blocks{};
 
   Rows(const PackedCall& call, const PackedMatrix& weights, const Multiplier& kernel)
       : group(weights.group), offset(offset_of(weights)), summed(weights.mins.fine != nullptr),
         to_digits(kernel.to_digits && weights.integers()),
-        rounded(call.digits == 1 && weights.integers()) {}
+        rounded(call.digits == 1 && weights.integers()), by_word(weights.has_tables()) {}
 
   bool serves(const Rows& other) const {
     return group == other.group && summed == other.summed && to_digits == other.to_digits &&
-           rounded == other.rounded && (!to_digits || offset == other.offset);
+           rounded == other.rounded && by_word == other.by_word &&
+           (!to_digits || offset == other.offset);
   }
 };
 
@@ -51,9 +59,11 @@ void allocate(const PackedCall& call, Rows& rows) {
   const bool as_it_is = !rows.to_digits && call.tokens == 1 && !rows.rounded;
   rows.floats = rows.to_digits ? groups * width : as_it_is ? 0 : call.inputs * width;
   rows.sums = rows.summed ? groups * width : 0;
+  rows.lanes = rows.by_word ? (call.inputs + kLaneRun - 1) / kLaneRun * kLaneRun * width : 0;
   rows.integers = rows.to_digits ? call.inputs / 4 * width * call.digits : 0;
   rows.starts = rows.to_digits ? groups * width * 2 : 0;
   rows.scratch.reset(new float[count * (rows.floats + rows.sums)]);
+  rows.by_word_of.reset(new (std::align_val_t{kAlignment}) float[count * rows.lanes]);
   rows.words.reset(new int32_t[count * (rows.integers + rows.starts)]);
   rows.blocks.resize(count);
 }
@@ -96,6 +106,20 @@ void interleave(const PackedCall& call, const Rows& rows, const TokenBlock& bloc
     }
 }
 
+// Put entry j of each word of a run of inputs beside each other.
+void lay_by_word(const PackedCall& call, const TokenBlock& block, float* by_word) {
+  const int64_t inputs = call.inputs, width = block.width;
+  for (int64_t run = 0; run * kLaneRun < inputs; run++)
+    for (int64_t j = 0; j < 8; j++)
+      for (int64_t t = 0; t < width; t++, by_word += kLaneWords) {
+        std::fill_n(by_word, kLaneWords, 0.0f);
+        if (t >= block.count) continue;
+        const float* from = call.x + (block.first + t) * inputs + run * kLaneRun + j;
+        const int64_t words = std::min(kLaneWords, (inputs - run * kLaneRun) / 8);
+        for (int64_t w = 0; w < words; w++) by_word[w] = from[8 * w];
+      }
+}
+
 void arrange(const PackedCall& call, const Multiplier& kernel, Rows& rows, int64_t b) {
   TokenBlock& block = rows.blocks[b];
   float* const floats = rows.scratch.get() + b * (rows.floats + rows.sums);
@@ -108,6 +132,11 @@ void arrange(const PackedCall& call, const Multiplier& kernel, Rows& rows, int64
   if (!rows.to_digits) {
     block.x = rows.floats ? floats : call.x;
     interleave(call, rows, block, floats, sums);
+    if (rows.by_word) {
+      float* const lanes = rows.by_word_of.get() + b * rows.lanes;
+      lay_by_word(call, block, lanes);
+      block.by_word = lanes;
+    }
     return;
   }
   block.digits = words, block.scales = floats, block.starts = words + rows.integers;

@@ -11,6 +11,7 @@
 #include "vectors.h"
 #include "weights.h"
 #include "weights_scales.h"
+#include "weights_tables.h"
 
 namespace {
 
@@ -37,14 +38,14 @@ struct Counted {
 struct E2M1 {
   const Table levels{kTwiceE2M1};
   explicit E2M1(const PackedMatrix&) {}
-  KVQ_INLINE Floats decoded(Uints word) const { return levels.at(word & 15); }
+  KVQ_INLINE Floats decoded(Uints word) const { return levels.at(word); }
 };
 
 // Codes of levels.
 struct Levels {
   const Table levels;
   explicit Levels(const PackedMatrix& weights) : levels(weights.levels) {}
-  KVQ_INLINE Floats decoded(Uints word) const { return levels.at(word & 15); }
+  KVQ_INLINE Floats decoded(Uints word) const { return levels.at(word); }
 };
 
 // Codes of 4 bits.
@@ -221,7 +222,8 @@ inline void multiply_codes(const PanelProduct& product) {
 
 // Products with numbers that are no integers.
 inline void multiply_numbers(const PanelProduct& product) {
-  if (product.weights->levels) multiply_codes<Nibbles<Levels>, 32>(product);
+  if (product.weights->has_tables()) multiply_tables(product);
+  else if (product.weights->levels) multiply_codes<Nibbles<Levels>, 32>(product);
   else if (product.weights->e4m3) multiply_codes<Bytes<E4M3>, 32>(product);
   else if (product.weights->bfloat16) multiply_codes<Halves<true>, 32>(product);
   else multiply_codes<Halves<false>, 32>(product);

@@ -1,9 +1,9 @@
 """Perplexity with quantized weights, a quantized cache, and both: KVQuant's Table 5.
 
-Weights are quantized as `kvq quantize-weights` does, with sensitivities from the calibration text,
-on which the caches are calibrated too, each for the weights that it is used with. KL is to the
-model with the unquantized weights and no cache. A run that is stopped goes on where it was when the
-same command is given again.
+Weights are quantized as `kvq quantize-weights` does, packed if they have 4 bits, with sensitivities
+from the calibration text, on which the caches are calibrated too, each for the weights that it is
+used with. KL is to the model with the unquantized weights and no cache. A run that is stopped goes
+on where it was when the same command is given again.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ WEIGHTS = {
 CACHES = ("dense", "kvquant:bits=4", "kvquant:bits=3")
 WEIGHT_SAMPLES, WEIGHT_LENGTH = 16, 512
 EXACT_BITS = 16.0
+PACKED_BITS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +124,7 @@ def _measure(bench: Bench, name: str, caches: Sequence[str]) -> None:
             ids,
             bits=setting[0],
             sparse=setting[1],
+            packed=setting[0] == PACKED_BITS,
             samples=WEIGHT_SAMPLES,
             length=WEIGHT_LENGTH,
             progress=_told,

@@ -72,6 +72,7 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], pathlib.P
         ("driver", "376 layouts"),
         ("prompt_driver", "120 prompts"),
         ("weights_driver", "312 products"),
+        ("tables_driver", "216 products"),
     ],
 )
 def test_nothing_is_read_outside_its_arrays_and_all_kernels_agree(

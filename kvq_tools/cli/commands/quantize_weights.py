@@ -1,5 +1,5 @@
-"""`kvq quantize-weights`: write an ordinary checkpoint whose weights take only a few distinct
-values."""
+"""`kvq quantize-weights`: write a checkpoint whose weights take only a few distinct values, as an
+ordinary one or packed in 4 bits."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import jax
 
 from kvq_models.calibration.weights import WeightCount, check_request, quantize_weights
 from kvq_models.llama import checkpoint
+from kvq_models.llama.packed_weights import is_packed
 from kvq_tools.cli import inputs, text_input
 from kvq_tools.cli.console import bar, format_bytes, input_errors, loading, print_json, progress
 from kvq_tools.cli.options.quantize_weights import LENGTH
@@ -33,7 +34,8 @@ def run(options: argparse.Namespace) -> None:
     inputs.warn_beyond(length, config, "samples of ")
     ids = text_input.encode(text_input.need_tokenizer(options.model, "read the text"), text)
     with input_errors():
-        check_request(config, ids, options.bits, options.sparse, options.samples, length)
+        sizes = (options.bits, options.sparse, options.samples, length)
+        check_request(config, ids, *sizes, packed=options.packed)
     with loading(options.model), input_errors():
         source = checkpoint.open_checkpoint(options.model)
         llama = checkpoint.load_weights(source, dtype="float32", weights="dense")
@@ -44,6 +46,7 @@ def run(options: argparse.Namespace) -> None:
             ids,
             bits=options.bits,
             sparse=options.sparse,
+            packed=options.packed,
             samples=options.samples,
             length=length,
             seed=options.seed,
@@ -53,7 +56,7 @@ def run(options: argparse.Namespace) -> None:
     stored = {header.dtype for header in source.tensors.values()}
     dtype = STORED_DTYPES.get(stored.pop(), "float32") if len(stored) == 1 else "float32"
     with progress(f"writing {options.out}"), input_errors():
-        narrow = jax.tree.map(lambda leaf: leaf.astype(dtype), quantized)
+        narrow = jax.tree.map(lambda leaf: leaf.astype(dtype), quantized, is_leaf=is_packed)
         checkpoint.save_checkpoint(narrow, options.out, source.write_tokenizer)
     result = report(options, count, dtype, length, seconds)
     print_json("quantize-weights", result) if options.json else _print(result)
@@ -70,6 +73,7 @@ def report(
         "dtype": dtype,
         "bits": options.bits,
         "sparse": options.sparse,
+        "packed": options.packed,
         "weights": count.weights,
         "bits_per_weight": count.bits,
         "weighted_error": count.weighted_error,
@@ -82,10 +86,11 @@ def report(
 
 
 def _print(done: dict[str, Any]) -> None:
+    form, if_packed = ("packed", "") if done["packed"] else ("dequantized", " if they were packed")
     print_line(
-        f"[{done['out']}: {format_bytes(done['bytes'])} in {done['dtype']}, dequantized;"
+        f"[{done['out']}: {format_bytes(done['bytes'])} in {done['dtype']}, {form};"
         f" {done['weights']} weights at the nearest of {2 ** done['bits']} values for each output"
-        f" channel, {done['bits_per_weight']:.2f} bits each if they were packed; their error is"
+        f" channel, {done['bits_per_weight']:.2f} bits each{if_packed}; their error is"
         f" {done['weighted_error']:.1e} of them, weighted as in the fit; {done['seconds']:.0f} s]"
     )
     print_line(f"use it: kvq eval {done['out']} --text F --cache dense --cache kivi:bits=4")

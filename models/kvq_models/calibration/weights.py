@@ -7,7 +7,8 @@ projections.
 
 The fit is KVQuant's (kvq_jax/methods/kvquant/kmeans.py). A fraction of a matrix's weights may stay
 unquantized and out of the fit: a ninth of them have the largest F, the others the largest
-magnitude. The embedding, the head, norms and biases are not changed.
+magnitude. The result is arrays, or packed matrices (llama/tabled_weights.py). The embedding, the
+head, norms and biases are not changed.
 
 The backward pass goes from the last layer to the first, all samples through one layer at a time,
 with the unquantized weights. Memory besides the model: the inputs of all layers for all samples,
@@ -21,12 +22,12 @@ Source: Kim et al., SqueezeLLM, sections 4.1 and 4.2; KVQuant quantizes weights 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, UInt8
 
 from kvq_jax.methods.kvquant.kmeans import nearest, weighted_levels_of_rows
 from kvq_jax.types.array_types import Integers
@@ -38,7 +39,10 @@ from kvq_models.llama import hf_names
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import HiddenBTD, Layer, Llama, layer_forward
 from kvq_models.llama.packed_loading import dense_llama
+from kvq_models.llama.packed_weights import Weight
+from kvq_models.llama.quantized.dense_and_sparse import MOST_INPUTS, WORD
 from kvq_models.llama.rope import ropes_for
+from kvq_models.llama.tabled_weights import packed_rows
 
 PROJECTIONS = (  # of a layer, by the paths of their leaves
     *(f"{name}_proj.kernel" for name in "qkvo"),
@@ -66,11 +70,27 @@ class WeightCount:
 
 
 def check_request(
-    config: LlamaConfig, token_ids: Integers, bits: int, sparse: float, samples: int, length: int
+    config: LlamaConfig,
+    token_ids: Integers,
+    bits: int,
+    sparse: float,
+    samples: int,
+    length: int,
+    *,
+    packed: bool = False,
 ) -> None:
     """Raise ValueError, in one line, for everything that can be refused without the weights."""
     if bits not in BITS:
         raise ValueError(f"{bits=} is not supported; choose from {', '.join(map(str, BITS))}")
+    if packed and bits != 4:
+        raise ValueError(f"{bits=} cannot be packed: packed weights have 4 bits")
+    widths = {config.hidden_size, config.num_attention_heads * config.head_dim}
+    narrow = [n for n in sorted(widths | {config.intermediate_size}) if n % WORD or n > MOST_INPUTS]
+    if packed and narrow:
+        raise ValueError(
+            f"matrices of {narrow[0]} inputs cannot be packed: it takes a multiple of {WORD}, at"
+            f" most {MOST_INPUTS}"
+        )
     if not 0 <= sparse <= MOST_SPARSE:
         raise ValueError(f"{sparse=} must be a fraction between 0 and {MOST_SPARSE:g}")
     text_samples.check(token_ids, samples, length, config)
@@ -82,19 +102,22 @@ def quantize_weights(
     *,
     bits: int,
     sparse: float = 0.0,
+    packed: bool = False,
     samples: int = 16,
     length: int = 512,
     seed: int = 0,
     progress: Progress[Any] | None = None,
 ) -> tuple[Llama, WeightCount]:
     """Return the model with each projection's weights replaced by the nearest of its row's levels,
-    in the model's dtype, and the size this would take.
+    in the model's dtype, and the size that this takes packed.
 
     Args:
         llama: the model.
         token_ids: the tokens of a text, [n] integers.
         bits: per weight: 2, 3 or 4.
         sparse: fraction of each matrix's weights that stay unquantized, at most 0.1.
+        packed: True for matrices of codes, levels and sparse entries (TabledMatrix) with the same
+            values, False for arrays. Packed weights have 4 bits.
         samples: random windows of the text to read.
         length: tokens per window.
         seed: of the random windows.
@@ -104,7 +127,7 @@ def quantize_weights(
     the arguments cannot be met (`check_request`) or gradients are not finite.
     """
     progress = progress or (lambda items, _: items)
-    check_request(llama.config, token_ids, bits, sparse, samples, length)
+    check_request(llama.config, token_ids, bits, sparse, samples, length, packed=packed)
     llama = dense_llama(llama)
     windows = text_samples.draw(token_ids, samples, length, seed)
     inputs: list[list[np.ndarray]] = []  # of every layer, by sample
@@ -118,7 +141,7 @@ def quantize_weights(
         cotangents.append(
             gradient_of_the_loss(llama, hidden, jnp.asarray(window[None, 1:], jnp.int32))[1]
         )
-    replaced: dict[str, jax.Array] = {}
+    replaced: dict[str, Weight] = {}
     errors, sizes, counts = np.zeros(2), 0, 0
     for index in progress(list(reversed(range(len(llama.layers)))), "fitting layers"):
         layer, squares = llama.layers[index], None
@@ -142,16 +165,36 @@ def quantize_weights(
                     f"layer {index}, {name}: gradients of a sample are not finite in"
                     f" {leaf.dtype.name}"
                 )
-            quantized, kept = quantized_rows(kernel, sensitivity, bits, sparse)
-            replaced[f"layers.{index}.{name}"] = jnp.asarray(quantized.T, leaf.dtype)
+            rows = quantized_rows(kernel, sensitivity, bits, sparse)
+            quantized = rows.values
+            replaced[f"layers.{index}.{name}"] = (
+                packed_rows(*rows).astype(leaf.dtype)
+                if packed
+                else jnp.asarray(quantized.T, leaf.dtype)
+            )
             errors += [
                 (sensitivity * np.square(kernel - quantized)).sum(),
                 (sensitivity * np.square(kernel)).sum(),
             ]
             sizes += kernel.size
-            counts += kernel.size * bits + len(kernel) * 16 * 2**bits + 32 * int(kept.sum())
+            counts += kernel.size * bits + len(kernel) * 16 * 2**bits + 32 * int(rows.kept.sum())
     error = float(errors[0] / errors[1]) if errors[1] > 0 else 0.0
     return hf_names.replace_weights(llama, replaced), WeightCount(sizes, counts / sizes, error)
+
+
+class QuantizedRows(NamedTuple):
+    """Weights as codes of their row's levels, but for those that are kept, whose codes say
+    nothing."""
+
+    weights: Float[np.ndarray, "out inputs"]
+    codes: UInt8[np.ndarray, "out inputs"]
+    levels: Float[np.ndarray, "out levels"]
+    kept: Bool[np.ndarray, "out inputs"]
+
+    @property
+    def values(self) -> Float[np.ndarray, "out inputs"]:
+        rounded = np.take_along_axis(self.levels, self.codes.astype(np.intp), axis=1)
+        return np.where(self.kept, self.weights, rounded)
 
 
 def quantized_rows(
@@ -159,23 +202,23 @@ def quantized_rows(
     sensitivity: Float[np.ndarray, "out inputs"],
     bits: int,
     sparse: float,
-) -> tuple[Float[np.ndarray, "out inputs"], Bool[np.ndarray, "out inputs"]]:
-    """Return the weights rounded to the nearest of their row's levels, and a mask of those that
-    stay unquantized."""
+) -> QuantizedRows:
+    """Return the weights rounded to the nearest of their row's levels, in the weights' dtype, and
+    a mask of those that stay unquantized."""
     kept = staying(weights, sensitivity, sparse)
     mean = sensitivity.mean(axis=1, keepdims=True, dtype=np.float64)
     importance = np.where(kept, 0, sensitivity + np.where(mean > 0, FLOOR * mean, 1))
     # no weight of such a row is rounded, but the fit needs one with importance
     importance[kept.all(axis=1)] = 1
-    quantized = weights.copy()
+    codes = np.zeros(weights.shape, np.uint8)
+    levels = np.empty((len(weights), 2**bits), weights.dtype)
     for at in range(0, len(weights), ROWS):
         part = slice(at, at + ROWS)
-        levels = weighted_levels_of_rows(weights[part], importance[part], 2**bits)
-        for row, row_weights, stays, row_levels in zip(
-            quantized[part], weights[part], kept[part], levels, strict=True
-        ):
-            row[~stays] = row_levels[nearest(row_weights[~stays], row_levels)]
-    return quantized, kept
+        fitted = weighted_levels_of_rows(weights[part], importance[part], 2**bits)
+        levels[part] = fitted
+        for row, row_weights, row_levels in zip(codes[part], weights[part], fitted, strict=True):
+            row[:] = nearest(row_weights, row_levels)
+    return QuantizedRows(weights, codes, levels, kept)
 
 
 def staying(

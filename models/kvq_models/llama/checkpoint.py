@@ -37,8 +37,10 @@ from kvq_models.llama.open_checkpoint import open_checkpoint as open_checkpoint
 from kvq_models.llama.open_checkpoint import read_config as read_config
 from kvq_models.llama.packed_loading import Weights, packing, read_packed, with_activations
 from kvq_models.llama.packed_weights import Activations, Weight, dense
+from kvq_models.llama.quantized.dense_and_sparse import CONFIG
 from kvq_models.llama.sharding import placement_of, weight_shardings
 from kvq_models.llama.stored_tensor import CheckpointError
+from kvq_models.llama.tabled_weights import TabledMatrix, rows_of_matrix
 
 MODEL_DTYPES = ("float32", "bfloat16", "float16")
 
@@ -61,10 +63,10 @@ def load_llama(
             Weights are cast one tensor at a time. GGUF weights are dequantized first.
         mesh: the devices that share the weights (sharding.py). Each process reads only the parts
             that its devices hold, so checksums of files are not verified.
-        weights: "packed" keeps matrices of GGUF blocks, bfloat16 and float16 in the file's own bits
-            (packed_weights.py). "dense" makes arrays of dtype of all. None packs what can be packed
-            if the model is on one CPU and the native kernels are there, but matrices of 16 bits
-            only if they take 64 MiB or more.
+        weights: "packed" keeps matrices of GGUF blocks, quantized checkpoints, bfloat16 and float16
+            in the file's own bits (packed_weights.py, tabled_weights.py). "dense" makes arrays of
+            dtype of all. None packs what can be packed if the model is on one CPU and the native
+            kernels are there, but matrices of 16 bits only if they take 64 MiB or more.
         activations: "int8" rounds what packed codes multiply to 8 bits, by groups of 16 or 32
             inputs: prompts and batches take half the time in products, and results are not exact.
             "float32" rounds nothing.
@@ -114,8 +116,9 @@ def save_llama(llama: Llama, directory: str | os.PathLike[str], tokenizer: Any =
     cache, which a checkpoint may bring, are left out.
 
     Args:
-        llama: the model. Weights keep their dtype, and packed ones are dequantized. Parameters of
-            cache methods are not part of a checkpoint and are not written.
+        llama: the model. Weights keep their dtype, and packed ones are dequantized, but for
+            matrices with tables (tabled_weights.py), which kvq alone can read. Parameters of cache
+            methods are not part of a checkpoint and are not written.
         directory: appears with all its files at once or not at all. If it exists, it is replaced at
             once, and its other files are kept.
         tokenizer: a transformers tokenizer, or None to write no tokenizer.
@@ -138,6 +141,12 @@ def save_checkpoint(
     fields = config.to_hf() | {"torch_dtype": llama.embed[...].dtype.name}
     tensors: dict[str, np.ndarray] = {}
     for weight in hf_names.weights(llama).values():
+        if isinstance(weight.leaf, TabledMatrix):
+            module = weight.name.removesuffix(".weight")
+            rows = rows_of_matrix(weight.leaf)._asdict()
+            tensors |= {f"{module}.{end}": rows[end] for end in rows}
+            fields["quantization_config"] = CONFIG
+            continue
         whole = dense(weight.leaf)
         leaf = np.asarray(jnp.swapaxes(whole, -1, -2) if weight.transpose else whole)
         parts = leaf if "*" in weight.name else (leaf,)

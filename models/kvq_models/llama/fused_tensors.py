@@ -124,8 +124,10 @@ def apart(
 
 
 def joined(config: LlamaConfig, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return tensors by name as the family stores them."""
-    pieces, stored = slices(config), dict[str, np.ndarray]()
+    """Return tensors by name as the family stores them. A slice that is not among them is stored
+    apart, in its bits."""
+    pieces = {name: piece for name, piece in slices(config).items() if name in tensors}
+    stored: dict[str, np.ndarray] = {}
     sizes: dict[str, int] = {}
     for piece in pieces.values():
         part = tensors[piece.name]

@@ -32,7 +32,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Int, Shaped, UInt8
 
 from kvq_models.llama import huge_pages
-from kvq_models.llama.packed_weights import PANEL, PackedMatrix, panels_of
+from kvq_models.llama.packed_weights import PANEL, PackedMatrix
 from kvq_models.llama.quantized.groups import GroupedCodes
 from kvq_models.llama.stored_tensor import CheckpointError
 
@@ -146,8 +146,21 @@ def _is_finite(rows: Shaped[np.ndarray, "O _"]) -> bool:
     return bool(np.all(rows.view(np.uint16) & exponent != exponent))
 
 
+def _panels_of(rows: Shaped[np.ndarray, "O n ..."]) -> Shaped[np.ndarray, "P n 32 ..."]:
+    """Return the entries of outputs by panel, with zeros behind the last output."""
+    outputs, whole = len(rows), len(rows) // PANEL
+    shape = (-(-outputs // PANEL), rows.shape[1], PANEL, *rows.shape[2:])
+    by_panel = huge_pages.empty(shape, rows.dtype)
+    split = rows[: whole * PANEL].reshape(whole, PANEL, *rows.shape[1:])
+    by_panel[:whole] = np.swapaxes(split, 1, 2)
+    if rest := outputs % PANEL:
+        by_panel[whole, :, :rest] = np.swapaxes(rows[whole * PANEL :], 0, 1)
+        by_panel[whole, :, rest:] = 0
+    return by_panel
+
+
 def _placed(rows: Shaped[np.ndarray, "O n ..."] | None) -> Any:
-    return None if rows is None else huge_pages.placed(panels_of(rows))
+    return None if rows is None else huge_pages.placed(_panels_of(rows))
 
 
 def _rows(entries: Shaped[np.ndarray, "O ..."]) -> Shaped[np.ndarray, "O _"]:

@@ -6,14 +6,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import os
 import re
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -39,15 +38,10 @@ from kvq_models.llama.stored_tensor import NUMBERS, CheckpointError, StoredTenso
 from kvq_models.llama.tensor_names import EMBED_NAME, HEAD_NAME
 
 CONFIG_FILES = ("config.json", "generation_config.json")
-WEIGHT_FILES = ("*.safetensors", "model.safetensors.index.json")
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
-
-# of a Hub checkpoint: its configuration, also its tokenizer, or also its weights
-Part = Literal["config", "tokenizer", "all"]
 
 _PREFIX = "model."
 _WRAPPERS = re.compile(r"^((_orig_mod|module)\.)+")
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 class HfDirectory:
@@ -161,7 +155,9 @@ class HfDirectory:
     @functools.cached_property
     def _weights(self) -> tuple[dict[str, StoredTensor], dict[str, QuantizedWeight]]:
         """Return (headers with one tensor for each weight, the quantized weights by name)."""
-        return gathered(self._headers[0], quantization_of(self.fields), RawTensors())
+        return gathered(
+            self._headers[0], quantization_of(self.fields), RawTensors(self._check_part)
+        )
 
     def kv_scales(self) -> KVScales | None:
         """Return the scales that the files have for an fp8 cache, or None. Raise CheckpointError
@@ -223,15 +219,29 @@ class HfDirectory:
                 tensors.metadata() or {},
                 len(tensors.keys()),
             )
-        if SHA256 in header:
-            checksum = self._checksums[stored.file]
-            checksum.add(stored_name, tensor)
-            if len(checksum) == count:
-                try:
-                    checksum.check(repr(str(stored.file)), header, required=True)
-                except ValueError as error:
-                    raise CheckpointError(str(error)) from None
+        self._check(stored.file, stored_name, tensor, header, count)
         return self._slice(name, tensor)
+
+    def _check(
+        self, file: Path, name: str, tensor: np.ndarray, header: Mapping[str, str], count: int
+    ) -> None:
+        """Add a tensor to the checksum of its file, if the header has one, and verify it with the
+        last of its `count` tensors."""
+        if SHA256 not in header:
+            return
+        checksum = self._checksums[file]
+        checksum.add(name, tensor)
+        if len(checksum) == count:
+            try:
+                checksum.check(repr(str(file)), header, required=True)
+            except ValueError as error:
+                raise CheckpointError(str(error)) from None
+
+    def _check_part(self, stored: StoredTensor, tensor: np.ndarray, header: dict[str, Any]) -> None:
+        """Check a tensor of a quantized weight, of a file whose header is given as it is stored."""
+        metadata = header.get("__metadata__", {})
+        names = header.keys() - {"__metadata__"}
+        self._check(stored.file, stored.stored_as or "", tensor, metadata, len(names))
 
     def parts(self, name: str) -> Callable[[tuple[slice, ...]], np.ndarray]:
         """Return a function that reads only a part of one tensor. Damage of a part is not
@@ -249,7 +259,8 @@ class HfDirectory:
 
     def packs(self, name: str) -> bool:
         """Return True if a tensor can be read packed: a matrix of numbers of 16 bits, or of codes
-        with scales for whole groups of inputs, or the experts of gpt-oss in MXFP4."""
+        with scales for whole groups of inputs or with tables, or the experts of gpt-oss in
+        MXFP4."""
         from kvq_models.llama.gguf_blocks import is_whole  # imported late: it needs JAX
 
         stored, piece, experts = self.tensors[name], self._slices.get(name), ".experts." in name
@@ -257,18 +268,22 @@ class HfDirectory:
         if weight is not None and len(stored.shape) == 3:
             by_expert = (*stored.shape[:-2], *stored.shape[:-3:-1])
             return experts and weight.packs and is_whole(by_expert, experts=True)
+        if weight is not None and weight.has_tables:
+            return piece is None and not experts and weight.packs
         rows = piece is None or piece.axis == 0
         whole = len(stored.shape) == 2 and is_whole(stored.shape, experts=experts)
         kept = stored.dtype in NUMBERS if weight is None else weight.packs
         return rows and whole and kept
 
     def packed(self, names: Sequence[str], dtype: Any) -> tuple[Any, bool]:
-        """Return a tensor that `packs` as a PackedMatrix [in, out] of its values, and True if all
+        """Return a tensor that `packs` as a packed matrix [in, out] of its values, and True if all
         of it is finite. The outputs of several tensors, or of all experts in one, lie behind each
         other."""
-        from kvq_models.llama import gguf_blocks  # imported late: it needs JAX
+        from kvq_models.llama import gguf_blocks, tabled_weights  # imported late: they need JAX
 
         weight = self._quantized(names[0])
+        if weight is not None and weight.has_tables:
+            return tabled_weights.matrix_of_rows(weight.tabled(), dtype)
         if weight is not None and len(self.tensors[names[0]].shape) == 2:
             return gguf_blocks.matrix_of_codes([self._grouped(name) for name in names], dtype)
         if weight is not None:
@@ -322,38 +337,6 @@ class HfDirectory:
         for name in ("generation_config.json", *TOKENIZER_FILES, *TOKENIZER_EXTRAS):
             if (self.directory / name).exists():
                 shutil.copy(self.directory / name, directory / name)
-
-
-def local_directory(path_or_hub_id: str | os.PathLike[str], part: Part) -> Path:
-    """Return the local directory, or the local snapshot of a Hub checkpoint, of which only `part`
-    is fetched."""
-    path = Path(path_or_hub_id)
-    if path.is_dir():
-        return path
-    if not isinstance(path_or_hub_id, str) or not _HUB_ID.fullmatch(path_or_hub_id):
-        raise CheckpointError(f"{str(path)!r} does not exist, and is no Hub id (organisation/name)")
-    from huggingface_hub import snapshot_download  # imported late: only Hub ids need it
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    tokenizer = () if part == "config" else TOKENIZER_FILES + TOKENIZER_EXTRAS
-    patterns = CONFIG_FILES + tokenizer + (WEIGHT_FILES if part == "all" else ())
-    try:
-        # Originals in another layout would double the download.
-        ignored = ["consolidated*", "original/*"]
-        return Path(
-            snapshot_download(
-                path_or_hub_id, allow_patterns=list(patterns), ignore_patterns=ignored
-            )
-        )
-    except LocalEntryNotFoundError as error:
-        raise CheckpointError(
-            f"{path_or_hub_id!r} does not exist here, and the Hub could not be reached to look for"
-            " it there"
-        ) from error
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{path_or_hub_id!r} does not exist here, and the Hub answered: {first_line(error)}"
-        ) from error
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -9,7 +9,8 @@ from typing import TypeAlias
 
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.gguf_file import GgufFile
-from kvq_models.llama.hf_directory import HfDirectory, Part, local_directory
+from kvq_models.llama.hf_directory import HfDirectory
+from kvq_models.llama.hub import Part, local_directory
 from kvq_models.llama.stored_tensor import CheckpointError
 from kvq_models.named_models.names import located
 

@@ -29,6 +29,7 @@ from kvq_models.llama.packed_weights import (
     is_packed,
 )
 from kvq_models.llama.stored_tensor import NUMBERS
+from kvq_models.llama.tabled_weights import TabledMatrix
 
 Weights: TypeAlias = Literal["packed", "dense"]
 
@@ -71,7 +72,8 @@ def packing(
     if weights and not chosen:
         raise ValueError(
             "weights='packed' is for GGUF files with blocks of 4 to 8 bits, for groups of integers,"
-            " FP8 or NF4, and for matrices of 16 bits, and this checkpoint has none: give 'dense'"
+            " FP8 or NF4, for dense-and-sparse codes, and for matrices of 16 bits, and this"
+            " checkpoint has none: give 'dense'"
         )
     layers_of_experts = _whole_layers(checkpoint, chosen)
 
@@ -135,6 +137,8 @@ def with_activations(llama: Llama, activations: Activations) -> Llama:
     def changed(leaf: Any) -> Any:
         if isinstance(leaf, PackedMatrix):
             return dataclasses.replace(leaf, activations=activations)
+        if isinstance(leaf, TabledMatrix):  # whose activations are never rounded
+            return leaf
         return dataclasses.replace(leaf, matrix=changed(leaf.matrix)) if is_packed(leaf) else leaf
 
     return jax.tree.map(changed, llama, is_leaf=is_packed)

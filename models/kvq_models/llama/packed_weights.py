@@ -25,7 +25,6 @@ from jaxtyping import Array, Float, Int, Shaped, UInt8
 from cpu_kernels.library import unavailable
 from cpu_kernels.packed_product import PANEL, packed_products
 from kvq_jax.types.pytree import pytree
-from kvq_models.llama import huge_pages
 
 # of an input's bits in its word, [1, 1, half, 1, byte, 1]
 _SHIFTS = (4 * np.arange(2)[:, None] + 8 * np.arange(4)).astype(np.uint32)[
@@ -77,9 +76,33 @@ class PackedWeight:
         return self
 
 
+class Multiplied(PackedWeight):
+    """A matrix [I, O] that rows of activations are multiplied by."""
+
+    @staticmethod
+    def of_rows(x: Float[Array, "T I"], weights: tuple[Any, ...]) -> list[Float[Array, "T _"]]:
+        """Return x w in fp32 for each w of this class."""
+        raise NotImplementedError
+
+    @classmethod
+    def products(
+        cls, x: Float[Array, "... I"], weights: tuple[Any, ...]
+    ) -> list[Float[Array, "... _"]]:
+        """Return x @ w in fp32 for each w of this class."""
+        by_matrix = cls.of_rows(x.reshape(-1, x.shape[-1]).astype(jnp.float32), weights)
+        return [product.reshape(*x.shape[:-1], -1) for product in by_matrix]
+
+    def product(self, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
+        """Return x @ w in fp32."""
+        return self.products(x, (self,))[0]
+
+    def __rmatmul__(self, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
+        return self.product(x).astype(x.dtype)
+
+
 @pytree
 @dataclasses.dataclass(frozen=True)
-class PackedMatrix(PackedWeight):
+class PackedMatrix(Multiplied):
     """A matrix [I, O] of codes, whose scales and minima are shared by groups of inputs:
 
         w[i, o] = (code[i, o] - centre) scale[i // group, o] + min[i // group, o]
@@ -138,12 +161,9 @@ class PackedMatrix(PackedWeight):
     def sharding(self) -> Any:
         return None if isinstance(self.codes, Tracer) else self.codes.sharding
 
-    def __rmatmul__(self, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
-        return self.product(x).astype(x.dtype)
-
-    def product(self, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
-        """Return x @ w in fp32."""
-        return _products(x, (self,))[0]
+    @staticmethod
+    def of_rows(x: Float[Array, "T I"], weights: tuple[Any, ...]) -> list[Float[Array, "T _"]]:
+        return _of_rows(x, weights)
 
     def dequantized(self) -> Float[Array, "I O"]:
         values = jnp.swapaxes(_values(self), 0, 1)  # [I, P, 32]
@@ -290,18 +310,12 @@ def _power_of_two(e: UInt8[Array, "*shape"]) -> Float[Array, "*shape"]:
 
 
 def products(x: Float[Array, "... I"], weights: Sequence[Any]) -> list[Float[Array, "... _"]]:
-    """Return x @ weight for each weight, by one call of the native kernel if all are packed."""
-    if not all(isinstance(weight, PackedMatrix) for weight in weights):
+    """Return x @ weight for each weight, by one call of the native kernel if all are packed in the
+    same way."""
+    kind = type(weights[0])
+    if not issubclass(kind, Multiplied) or not all(type(weight) is kind for weight in weights):
         return [x @ weight for weight in weights]
-    return [product.astype(x.dtype) for product in _products(x, tuple(weights))]
-
-
-def _products(
-    x: Float[Array, "... I"], weights: tuple[PackedMatrix, ...]
-) -> list[Float[Array, "... _"]]:
-    rows = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
-    by_matrix = _of_rows(rows, weights)
-    return [product.reshape(*x.shape[:-1], -1) for product in by_matrix]
+    return [product.astype(x.dtype) for product in kind.products(x, tuple(weights))]
 
 
 @jax.custom_jvp
@@ -375,16 +389,3 @@ def by_tiles(x: Float[Array, "T I"], w: PackedMatrix) -> Float[Array, "T O"]:
     split = jax.tree.map(lambda array: array.reshape(tiles, -1, *array.shape[1:]), w)
     products = jnp.swapaxes(lax.map(by_tile, split), 0, 1)  # [T, tiles, outputs of a tile]
     return products.reshape(len(x), -1)[:, : w.outputs]
-
-
-def panels_of(rows: Shaped[np.ndarray, "O n ..."]) -> Shaped[np.ndarray, "P n 32 ..."]:
-    """Return the entries of outputs by panel, with zeros behind the last output."""
-    outputs, whole = len(rows), len(rows) // PANEL
-    shape = (-(-outputs // PANEL), rows.shape[1], PANEL, *rows.shape[2:])
-    by_panel = huge_pages.empty(shape, rows.dtype)
-    split = rows[: whole * PANEL].reshape(whole, PANEL, *rows.shape[1:])
-    by_panel[:whole] = np.swapaxes(split, 1, 2)
-    if rest := outputs % PANEL:
-        by_panel[whole, :, :rest] = np.swapaxes(rows[whole * PANEL :], 0, 1)
-        by_panel[whole, :, rest:] = 0
-    return by_panel

@@ -42,6 +42,10 @@ REFUSED = [
     ("memory {model} --cache dense --budget lots", "24GiB"),
     ("eval {model} --text {text} --cache int4 --chunk 8", "--chunk is for --mode chunked"),
     ("quantize-weights {model} --bits 7 --text {text} --out {tmp}/o", "invalid choice"),
+    (
+        "quantize-weights {model} --bits 3 --packed --text {text} --out {tmp}/o",
+        "packed weights have 4 bits",
+    ),
     ("quantize-weights {model} --bits 3 --sparse 2 --text {text} --out {tmp}/o", "sparse=2.0 must"),
     ("serve {model} --host 256.1.1.1", "not known"),
     ("serve {model} --prefix-disk 1GiB", "--prefix-disk limits --prefix-dir"),

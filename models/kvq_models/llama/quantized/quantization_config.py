@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvq_models.llama.quantized.awq import Awq
+from kvq_models.llama.quantized.dense_and_sparse import METHOD as DENSE_AND_SPARSE
+from kvq_models.llama.quantized.dense_and_sparse import DenseAndSparse
 from kvq_models.llama.quantized.gptq import Gptq
 from kvq_models.llama.quantized.mxfp4 import Mxfp4
 from kvq_models.llama.quantized.nf4 import Nf4
@@ -20,7 +22,10 @@ from kvq_models.llama.quantized.packed_int import PackedInt
 from kvq_models.llama.quantized.scaled_codes import PER_OUTPUT, PER_TENSOR, Block, ScaledCodes
 from kvq_models.llama.quantized.stored_parts import Layout
 
-METHODS = "fp8, fbgemm_fp8, compressed-tensors, awq, gptq, bitsandbytes (4 bits), mxfp4"
+METHODS = (
+    "fp8, fbgemm_fp8, compressed-tensors, awq, gptq, bitsandbytes (4 bits), mxfp4,"
+    f" {DENSE_AND_SPARSE}"
+)
 _INTS = {"int": "I8", "float": "F8_E4M3"}
 _CODES = {
     "int-quantized": ("int",),
@@ -66,6 +71,7 @@ def quantization_of(hf: Mapping[str, Any]) -> Quantization | None:
         "gptq": _gptq,
         "bitsandbytes": _bitsandbytes,
         "mxfp4": lambda _: Mxfp4(),
+        DENSE_AND_SPARSE: _dense_and_sparse,
     }
     if method.lower() not in readers:
         raise _refusal(stated, f"unquantized checkpoints, {METHODS}, or a GGUF file of the model")
@@ -114,6 +120,11 @@ def _bitsandbytes(fields: Mapping[str, Any]) -> Layout:
     _one_of(fields, "load_in_4bit", (True,))
     _one_of(fields, "bnb_4bit_quant_storage", ("uint8", None))
     return Nf4(_one_of(fields, "bnb_4bit_quant_type", ("nf4", "fp4")))
+
+
+def _dense_and_sparse(fields: Mapping[str, Any]) -> Layout:
+    _one_of(fields, "bits", (4,))
+    return DenseAndSparse()
 
 
 def _compressed_tensors(fields: Mapping[str, Any]) -> Quantization:

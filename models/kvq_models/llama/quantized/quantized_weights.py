@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
+from kvq_models.llama.quantized.dense_and_sparse import DenseAndSparse, TabledRows
 from kvq_models.llama.quantized.groups import GroupedCodes
 from kvq_models.llama.quantized.mxfp4 import Mxfp4
 from kvq_models.llama.quantized.quantization_config import Quantization
@@ -43,13 +44,24 @@ class QuantizedWeight:
 
     @property
     def packs(self) -> bool:
-        """True if the weight can stay packed: by `blocks` if it is MXFP4, else by `grouped`."""
+        """True if the weight can stay packed: by `blocks` if it is MXFP4, by `tabled` if it
+        `has_tables`, else by `grouped`."""
         return isinstance(self.layout, Mxfp4) or self.layout.packs(self.parts)
 
     def blocks(self) -> np.ndarray:
         """Return a weight of MXFP4 in GGUF's blocks."""
         assert isinstance(self.layout, Mxfp4), "no other layout has these blocks"
         return self.layout.blocks(self.parts)
+
+    @property
+    def has_tables(self) -> bool:
+        """True if each output has levels of its own."""
+        return isinstance(self.layout, DenseAndSparse)
+
+    def tabled(self) -> TabledRows:
+        """Return a weight that `has_tables`."""
+        assert isinstance(self.layout, DenseAndSparse), "no other layout has these tables"
+        return self.layout.tabled(self.parts)
 
     def grouped(self) -> GroupedCodes:
         """Return another weight that `packs`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +25,22 @@ _DTYPES = {
     "F32": np.float32,
     "I8": np.int8,
     "U8": np.uint8,
+    "U16": np.uint16,
     "I32": np.int32,
     "I64": np.int64,
 }
 
 
 class RawTensors:
-    """Read tensors of files whose headers safetensors has checked. Each header is parsed once."""
+    """Read tensors of files whose headers safetensors has checked. Each header is parsed once.
 
-    def __init__(self) -> None:
+    on_read: takes each tensor that was read, with the file's header.
+    """
+
+    def __init__(
+        self, on_read: Callable[[StoredTensor, np.ndarray, dict[str, Any]], None] | None = None
+    ) -> None:
+        self._on_read = on_read
         self._headers: dict[Path, tuple[int, dict[str, Any]]] = {}
 
     def __call__(self, stored: StoredTensor) -> np.ndarray:
@@ -45,8 +53,11 @@ class RawTensors:
                     self._headers[stored.file] = (8 + length, json.loads(file.read(length)))
                 start, header = self._headers[stored.file]
                 file.seek(start + header[stored.stored_as or ""]["data_offsets"][0])
-                return np.fromfile(file, _DTYPES[stored.dtype], count).reshape(stored.shape)
+                tensor = np.fromfile(file, _DTYPES[stored.dtype], count).reshape(stored.shape)
         except (OSError, ValueError, KeyError) as error:
             raise CheckpointError(
                 f"{str(stored.file)!r} changed while it was read: {first_line(error)}"
             ) from error
+        if self._on_read is not None:
+            self._on_read(stored, tensor, header)
+        return tensor
