@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from xml.sax.saxutils import escape
 
 from benchmarks import llama_8b
-from laboratory.quality.intervals import Interval
+from kvq_tools.evaluation.intervals import Interval
 
 FILE = pathlib.Path(__file__).parents[1] / "docs" / "front.svg"
 WIDTH, HEIGHT = 800, 500

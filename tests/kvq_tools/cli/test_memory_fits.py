@@ -46,20 +46,24 @@ def test_what_fits_is_counted_in_resident_bytes(config, run_json):
 def test_the_table_names_a_class_and_the_needs_of_a_plan(config, run):
     code, out, _ = run("memory", config, "--budget", "100GiB", *ASKED)
     assert code == 0
-    assert "41 of 41 measured caches fit" in out
+    every = 1 + len(measured.measurements().caches)  # dense, too
+    assert f"{every} of {every} measured caches fit" in out
     assert "│ exact" in out, "dense fits, too"
     assert "below 0.003" in out
-    assert "29 more fit" in out
+    assert f"{every - 12} more fit" in out
     assert f"kvq plan {config.parent} --text FILE --budget 100.00GiB --context 4096" in out
 
 
 def test_if_nothing_fits_the_table_says_what_would(config, run, run_json):
     budget = min(sizes(config).values()) // 2
     found = run_json("memory", config, "--budget", budget, *ASKED)["caches"]
-    longest = {one["name"]: one["largest_context"] for one in found if one["largest_context"]}
+    longest = {one["name"]: one["largest_context"] for one in found}
+    longest = {name: context for name, context in longest.items() if context is not None}
     assert len(longest) == 5
+    assert any(longest.values())
     for name, context in longest.items():
-        assert sizes(config, context)[name] <= budget < sizes(config, context + 1)[name], name
+        assert budget < sizes(config, context + 1)[name], name
+        assert not context or sizes(config, context)[name] <= budget, name
     assert "no measured cache fits" in run("memory", config, "--budget", budget, *ASKED)[1]
 
 
