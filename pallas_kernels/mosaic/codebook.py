@@ -50,7 +50,7 @@ class CodebookSide(GroupedSide):
         return in_registers([ref[i] for i in range(ref.shape[0])], ops.interpret)
 
     def views(self, stored: Sequence[jax.Array]) -> list[jax.Array]:
-        return super().views([*stored[: self._sets], *stored[self._sets + 1 :]])
+        return super().views([*stored[: self._sets], *stored[self._sets + 1 :][:2]])
 
     def _numbers(self, words: Any, table: Any, axis: int, ops: Matrices) -> list[jax.Array]:
         return entries(words, self.layout, table, axis, ops.interpret)
