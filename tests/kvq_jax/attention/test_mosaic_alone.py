@@ -36,12 +36,11 @@ STEPS = 3
 
 # Methods that kernels serve, but not those on Mosaic GPU alone, with the reason.
 NEED_TRITON = {
-    "kvquant": "k: tables with outliers",
     "polarquant": "k: PolarReader, not uniform groups, tables or rows",
     "waterfill": "k: RunsKeys, not uniform groups, tables or rows",
 }
 ON_MOSAIC = (
-    *("dense", "kivi", "innerq", "squat", "squat_pre", "turboquant"),
+    *("dense", "kivi", "innerq", "kvquant", "squat", "squat_pre", "turboquant"),
     *("int2", "int3", "int4", "int8", "nf2", "nf3", "nf4"),
 )
 
