@@ -232,8 +232,8 @@ ATTENTIONS = (
     # two spills in the loop of 4 bits on a B200, and one of 3 bits on an A100
     _nuq(4, 5.0, 3.15, 8, cap_spill_bytes=160, loop_spills=True),
     _nuq(3, 4.1, 2.15, 8, cap_spill_bytes=128, loop_spills=True),
-    _sparse(4, 5.4, 3.3, 8, cap_spill_bytes=160, loop_spills=True),
-    _sparse(3, 4.5, 2.4, 8, cap_spill_bytes=160, loop_spills=True),
+    _sparse(4, 5.2, 3.15, 8, cap_spill_bytes=160, loop_spills=True),
+    _sparse(3, 4.1, 2.15, 8),
     # one spill in the loop on an A100
     _innerq(3, "hybrid", 3.2, 1.5, 10.5, window=True, cap_spill_bytes=128, loop_spills=True),
     _kivi(2, 2.6, 1.05, 12, window=True, cap_spill_bytes=128),  # 2.24 on an H200, 2.51 on an L40
