@@ -10,11 +10,10 @@ import jax.numpy as jnp
 
 from benchmarks.machine_code.case import BATCH, GROUP, KV_HEADS, TOKENS, Case
 from benchmarks.machine_code.limits import Limits, slow_limits, usual_limits
-from benchmarks.machine_code.stored import Stored, before_rope, runs, tables, uniform
+from benchmarks.machine_code.stored import Stored, before_rope, pools_of, runs, tables, uniform
 from kvq_jax.arrays.channel_groups import ChannelGroup
 from kvq_jax.arrays.grouped_array import GroupedAxis, GroupFormat, Scheme
-from kvq_jax.arrays.sparse_outliers import Pool, outliers_per_side, pool_of
-from kvq_jax.methods.kvquant.method import KVQuant
+from kvq_jax.arrays.sparse_outliers import Pool
 from pallas_kernels.decode_attention import matvec
 from pallas_kernels.decode_attention.kernel import decode_attention
 from pallas_kernels.decode_attention.tuning import TUNING, tuning_for
@@ -123,11 +122,7 @@ def _nuq(bits: int, percent: int, channels: int, pre_rope: bool = True, **limits
     outliers as its paper counts them."""
     pools: tuple[Pool | None, ...] = None, None
     if percent:
-        slots = 2 * outliers_per_side(percent / 100, KV_HEADS * channels)
-        pools = (
-            pool_of(32, slots * KVQuant().slots, channels, False),
-            pool_of(32, slots, channels, False),
-        )  # no kernel reads the counts
+        pools = pools_of(percent, channels)
     k = tables(bits, channels, None, pools[0], pre_rope)
     v = tables(bits, channels, ChannelGroup(KV_HEADS, channels), pools[1])
     name = f"nuq{bits}{f'-{percent}%' if percent else ''}, {'before' if pre_rope else 'after'} RoPE"

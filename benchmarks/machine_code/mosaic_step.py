@@ -1,5 +1,5 @@
-"""Registers and spills of a step's other kernels on Mosaic GPU: appending a token, merging, and
-quantizing a prompt.
+"""Registers and spills of a step's other kernels on Mosaic GPU: appending a token, outliers,
+merging, and quantizing a prompt.
 
 Compiled on any machine for a GPU that is not there. Needs the extra `aot` and JAX 0.11 or later. A
 process compiles for one GPU, as in routes.py.
@@ -18,14 +18,18 @@ import jax.numpy as jnp
 
 import kvq_jax as kvq
 from benchmarks.llama_8b import llama_config
+from benchmarks.machine_code import case
 from benchmarks.machine_code.compile import compile_for
 from benchmarks.machine_code.launches import calibrated
 from benchmarks.machine_code.sass import assemble
+from benchmarks.machine_code.stored import pools_of, tables
 from benchmarks.machine_code.target import BY_NAME, H200, Target
 from benchmarks.machine_code.tools import missing
 from benchmarks.markdown import table
+from kvq_jax.arrays.channel_groups import ChannelGroup
 from kvq_jax.attention.fused import block_writer
 from kvq_jax.layer.plan import LayerPlan
+from pallas_kernels.decode_attention.kernel import decode_attention
 from pallas_kernels.decode_attention.merge import finished
 from pallas_kernels.decode_attention.partial_attention import Splits
 from pallas_kernels.decode_attention.schedule import Pieces, Schedule
@@ -44,12 +48,13 @@ Built = tuple[Callable[..., Any], tuple[Any, ...], tuple[int, ...]]
 
 @dataclasses.dataclass(frozen=True)
 class StepKernel:
-    """A kernel, and the most bytes that it may spill."""
+    """A kernel, the most bytes that it may spill, and the most registers that it may take."""
 
     name: str
     kernel: str
     build: Callable[[], Built]
     cap_spill_bytes: int = 0
+    cap_registers: int = 255
 
 
 def _struct(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
@@ -136,6 +141,26 @@ def quantizing(spec: str, side: int) -> Built:
     return quantize, (_struct(1, HEADS, TOKENS, CHANNELS), calibrated(plan)[side]), ()
 
 
+def attending(name: str) -> Built:
+    """Attend to tables with outliers on one side, so that no kernel is compiled twice."""
+    readers, stored = [], []
+    group = ChannelGroup(case.KV_HEADS, CHANNELS)
+    of_keys, of_values = pools_of(1, CHANNELS)
+    for reader, arrays, _ in (
+        tables(4, CHANNELS, None, of_keys if name == "scores" else None, pre_rope=True),
+        tables(4, CHANNELS, group, of_values if name == "values" else None),
+    ):
+        readers.append(reader)
+        stored.append(arrays)
+
+    def attend(q: Any, keys: Any, values: Any, limits: Any) -> Any:
+        sides = (readers[0], keys), (readers[1], values)
+        return decode_attention(q, *sides, limits, capacity=case.TOKENS, launch=LAUNCH)
+
+    q = _struct(case.BATCH, case.KV_HEADS, GROUP, CHANNELS)
+    return attend, (q, *stored, _struct(case.BATCH, dtype=jnp.int32)), ()
+
+
 KERNELS = (
     *(
         StepKernel(
@@ -153,6 +178,16 @@ KERNELS = (
         )
     ),
     StepKernel("merge", "merge_mosaic_gpu_kernel", merging),
+    # at least four blocks on a multiprocessor, to wait for what they gather
+    *(
+        StepKernel(
+            f"outliers, {name}",
+            f"outlier_{name}_mosaic_gpu_kernel",
+            lambda name=name: attending(name),
+            cap_registers=128,
+        )
+        for name in ("scores", "values")
+    ),
     *(
         StepKernel(
             f"quantize, {spec}, {'kv'[side]}",
@@ -179,6 +214,8 @@ def measure(kernel: StepKernel, target: Target) -> tuple[tuple[str, ...], list[s
     cap = kernel.cap_spill_bytes
     if assembly.spill_bytes > cap:
         failures.append(f"{assembly.spill_bytes} bytes spilled, at most {cap}")
+    if assembly.registers > kernel.cap_registers:
+        failures.append(f"{assembly.registers} registers, at most {kernel.cap_registers}")
     if memory.alias_size_in_bytes < in_place:
         failures.append(f"{memory.alias_size_in_bytes} of {in_place} bytes stay in their place")
     count = len(assembly.function.instructions)

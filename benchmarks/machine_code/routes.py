@@ -22,7 +22,14 @@ import jax.numpy as jnp
 from benchmarks.machine_code.case import BATCH, GROUP, KV_HEADS, TOKENS, Case
 from benchmarks.machine_code.cases import INNER, OUTER
 from benchmarks.machine_code.report import HEADER, Instructions, KernelReport, named_by_spec
-from benchmarks.machine_code.stored import Stored, before_rope, polar, tables, uniform
+from benchmarks.machine_code.stored import (
+    Stored,
+    before_rope,
+    polar,
+    pools_of,
+    tables,
+    uniform,
+)
 from benchmarks.machine_code.target import BY_NAME, H200, Target
 from benchmarks.machine_code.tools import missing
 from benchmarks.markdown import table
@@ -165,6 +172,18 @@ def _nuq(bits: int, *limits: float, **fields: Any) -> Attention:
     return _attention(f"nuq{bits}, before RoPE", sides, limits, fields)
 
 
+def _sparse(bits: int, *limits: float, **fields: Any) -> Attention:
+    """Return KVQuant's tables with 1 % of outliers."""
+
+    def sides(channels: int) -> tuple[Stored, Stored]:
+        of_keys, of_values = pools_of(1, channels)
+        group = ChannelGroup(KV_HEADS, channels)
+        keys = tables(bits, channels, None, of_keys, pre_rope=True)
+        return keys, tables(bits, channels, group, of_values)
+
+    return _attention(f"nuq{bits}-1%, before RoPE", sides, limits, fields)
+
+
 def _turboquant(bits: int, *limits: float, **fields: Any) -> Attention:
     """Return tables with a norm for each head of a token, and the zero points that kernels add."""
 
@@ -235,6 +254,8 @@ ATTENTIONS = (
     # two spills in the loop of 4 bits on a B200, and one of 3 bits on an A100
     _nuq(4, 5.0, 3.15, 8, cap_spill_bytes=160, loop_spills=True),
     _nuq(3, 4.1, 2.15, 8, cap_spill_bytes=128, loop_spills=True),
+    _sparse(4, 5.2, 3.15, 8, cap_spill_bytes=160, loop_spills=True),
+    _sparse(3, 4.1, 2.15, 8),
     # one spill in the loop on an A100
     _innerq(3, "hybrid", 3.2, 1.5, 10.5, window=True, cap_spill_bytes=128, loop_spills=True),
     _kivi(2, 2.6, 1.05, 12, window=True, cap_spill_bytes=128),  # 2.24 on an H200, 2.51 on an L40

@@ -15,10 +15,11 @@ from kvq_jax.arrays.channel_groups import ChannelGroup
 from kvq_jax.arrays.grouped_array import GroupFormat
 from kvq_jax.arrays.packing import run_layout
 from kvq_jax.arrays.polar_array import PolarFormat
-from kvq_jax.arrays.sparse_outliers import Pool
+from kvq_jax.arrays.sparse_outliers import Pool, outliers_per_side, pool_of
 from kvq_jax.arrays.stored import BodySpec
 from kvq_jax.codecs import kernel_readers
 from kvq_jax.codecs.kernel_readers import dense, grouped, nonuniform, rotated
+from kvq_jax.methods.kvquant.method import KVQuant
 from pallas_kernels.readers.base import Reader
 from pallas_kernels.tiles.layout import plane_layout
 
@@ -77,6 +78,16 @@ def tables(
     shapes += [((channels // 2,), jnp.float32), ((), jnp.float32)] if pre_rope else []
     structs = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
     return reader, structs, 8 * stored_bytes / (BATCH * KV_HEADS * TOKENS * channels)
+
+
+def pools_of(percent: int, channels: int) -> tuple[Pool, Pool]:
+    """Return the slots of keys and of values for outliers as KVQuant's paper counts them. No kernel
+    reads the counts of others."""
+    slots = 2 * outliers_per_side(percent / 100, KV_HEADS * channels)
+    return (
+        pool_of(32, slots * KVQuant().slots, channels, False),
+        pool_of(32, slots, channels, False),
+    )
 
 
 def before_rope(format: GroupFormat, channels: int) -> Stored:

@@ -143,6 +143,8 @@ def attention_in_pieces(
     Args:
         heads: the KV heads that are attended to. None means all of them.
     """
+    batch, all_heads, group, channels = q.shape
+    heads = range(all_heads) if heads is None else heads
     by_mosaic = mosaic.pieces(
         q,
         keys,
@@ -151,13 +153,12 @@ def attention_in_pieces(
         capacity=capacity,
         lower=lower,
         soft_cap=soft_cap,
+        heads=heads,
         tuning=tuning,
         launch=launch,
     )
     if by_mosaic is not None:
-        return [by_mosaic]
-    batch, all_heads, group, channels = q.shape
-    heads = range(all_heads) if heads is None else heads
+        return by_mosaic
     columns, real = max(8, pl.next_power_of_2(group)), pl.next_power_of_2(group)
     (k, k_stored), (v, v_stored) = keys, values
     segments = 1

@@ -33,10 +33,13 @@ from pallas_kernels.mosaic.copies import copy_few, is_small
 from pallas_kernels.mosaic.dense import DenseKeys, DenseValues
 from pallas_kernels.mosaic.grouped import GroupedKeys, GroupedValues
 from pallas_kernels.mosaic.matrices import Matrices, on_rows, on_warps, splat
+from pallas_kernels.mosaic.outlier_scores import outlier_scores
+from pallas_kernels.mosaic.outlier_values import outlier_values
 from pallas_kernels.mosaic.polar import PolarKeys
 from pallas_kernels.mosaic.registers import OF_ALL_ROWS, OF_ALL_WARPS, SIDE, WARPS
 from pallas_kernels.mosaic.rotary import RotatedKeys
 from pallas_kernels.mosaic.route import span_of
+from pallas_kernels.mosaic.spans_of_scores import WithOutliers, store_spans
 from pallas_kernels.mosaic.stripes import Stripe
 from pallas_kernels.mosaic.walk import Walk
 from pallas_kernels.readers.base import Reader
@@ -45,9 +48,10 @@ from pallas_kernels.readers.dense import DenseReader
 from pallas_kernels.readers.grouped import GroupedReader
 from pallas_kernels.readers.polar import PolarReader
 from pallas_kernels.readers.rotary import RotatedReader
-from pallas_kernels.readers.shared import soft_capped
+from pallas_kernels.readers.shared import LOG2E, soft_capped
+from pallas_kernels.tiles.layout import SPAN
 
-Keys = GroupedKeys | CodebookKeys | DenseKeys | PolarKeys | RotatedKeys
+Keys = GroupedKeys | CodebookKeys | DenseKeys | PolarKeys | RotatedKeys | WithOutliers
 Values = GroupedValues | CodebookValues | DenseValues
 _SIDES: dict[type[Reader], tuple[Any, Any]] = {
     GroupedReader: (GroupedKeys, GroupedValues),
@@ -66,7 +70,8 @@ def interpreted() -> Any:
 @dataclasses.dataclass(frozen=True)
 class Block:
     """Four warps that read tiles together, and all that their steps share. A warp reads spans of
-    `span` tokens."""
+    `span` tokens. `first` is the KV head of a run's head 0. `kept` has room for the scores of all
+    tiles (spans_of_scores.py), or is None."""
 
     keys: Keys
     values: Values
@@ -79,17 +84,19 @@ class Block:
     arrays: tuple[Sequence[Any], Sequence[Any]]
     buffers: tuple[Sequence[Any], Sequence[Any]]
     barriers: Any
+    first: int = 0
+    kept: Any = None
 
     def _start(self, tile: Any) -> Any:
         """Return the first token of a tile. The last tile moves back to stay inside the arrays."""
         return jnp.minimum(tile * self.tuning.tile, self.capacity - self.tuning.tile)
 
     def fetch(self, run: TileRun, tile: Any, slot: Any) -> None:
-        tokens = pl.ds(self._start(tile), self.tuning.tile)
+        tokens, unit = pl.ds(self._start(tile), self.tuning.tile), (run.row, run.head + self.first)
         for side, arrays, buffers in zip(
             (self.keys, self.values), self.arrays, self.buffers, strict=True
         ):
-            for source, target in side.copies(arrays, buffers, (run.row, run.head), tokens, slot):
+            for source, target in side.copies(arrays, buffers, unit, tokens, slot):
                 _copy(source, target, None if self.barriers is None else self.barriers.at[slot])
 
     def release(self) -> None:
@@ -140,7 +147,7 @@ class Block:
             tile, slot = tile_of(visit), lax.rem(visit - run.first, stages)
             self.wait(visit, slot, run.end)
             begin = tile * size if masked else None
-            carry = self._step(self._start(tile), begin, run, slot, query, table, carry)
+            carry = self._step(tile, begin, run, slot, query, table, carry)
 
             @pl.when(visit + stages < run.end)
             def _() -> None:
@@ -160,13 +167,13 @@ class Block:
         return lax.fori_loop(masked_from, run.end, functools.partial(step, masked=True), carry)
 
     def _step(
-        self, start: Any, begin: Any, run: TileRun, slot: Any, query: Any, table: Any, carry: Any
+        self, tile: Any, begin: Any, run: TileRun, slot: Any, query: Any, table: Any, carry: Any
     ) -> Any:
         """Read a tile. Only tokens from `begin` on that the run has count, or all if `begin` is
         None."""
         largest, total, *sums = carry
         keys, values = self.buffers
-        masked, size = begin is not None, WARPS * self.span
+        start, masked, size = self._start(tile), begin is not None, WARPS * self.span
         ends = (run.lower, run.limit) if masked else ()
         stripes = [
             Stripe(slot, i, start + size * i, self.span, *ends)
@@ -175,6 +182,10 @@ class Block:
         scores = [self.keys.scores(query, keys, stripe, self.ops) for stripe in stripes]
         if self.soft_cap is not None:
             scores = [soft_capped(s, self.soft_cap, False) for s in scores]
+        if self.kept is not None:
+            for i, of_stripe in enumerate(scores):
+                spans = pl.ds(tile * (self.tuning.tile // SPAN) + WARPS * i, WARPS)
+                store_spans(self.kept.at[run.row, run.head, spans], of_stripe, self.ops.interpret)
         if masked:
             begin = begin if run.lower is None else jnp.maximum(begin, run.lower)
             for i, stripe in enumerate(stripes):
@@ -240,20 +251,23 @@ def attention_in_pieces(
     capacity: int,
     lower: LowerLimits | None,
     soft_cap: float | None,
+    heads: range,
     tuning: Tuning,
     bulk: bool,
     interpret: Any = None,
-) -> Pieces:
-    """Return the pieces of attention to the first limits[b] tokens (decode_attention/kernel.py).
+) -> list[Pieces]:
+    """Return the pieces of attention to the first limits[b] tokens (decode_attention/kernel.py),
+    and those of the outliers of values, if there are any.
 
     Args:
         q, keys, values, limits, capacity, lower, soft_cap: as `decode_attention` takes them.
             `route.unsupported` says which of them this kernel does not serve.
+        heads: the KV heads that are attended to.
         tuning: of `route.tuning_for`.
         bulk: copy tiles with the copy engine, which came with compute capability 9.0.
         interpret: Mosaic GPU's interpreter parameters, or None to compile.
     """
-    batch, heads, group, channels = q.shape
+    batch, _, group, channels = q.shape
     columns, real = (8 if group <= 8 else 16), pl.next_power_of_2(group)
     span = span_of(keys[0], values[0])
     k, v = (
@@ -265,14 +279,18 @@ def attention_in_pieces(
         limits, segments = lower.places(limits), lower.segments
         q = lower.queries(q)
     padded = jnp.pad(q.astype(jnp.float32), ((0, 0), (0, 0), (0, columns - group), (0, 0)))
+    if keys[0].adds_scores:
+        scaled = padded[:, heads.start : heads.stop] * (LOG2E * channels**-0.5)
+        added = outlier_scores(scaled, *keys, limits, real, heads.start, interpret)
+        k = WithOutliers(k, added, heads.start)
     planes = k.query(padded, keys[1])
-    programs = tuning.programs(batch * heads, capacity)
+    programs = tuning.programs(batch * len(heads), capacity)
     windowed = lower is not None
-    schedule = Schedule(programs, tuning.tile, batch * segments, heads, segments, windowed)
+    schedule = Schedule(programs, tuning.tile, batch * segments, len(heads), segments, windowed)
     arrays = k.views(keys[1]), v.views(values[1])
     tables = k.constants(keys[1]), v.constants(values[1])
     counts = len(arrays[0]), len(arrays[1])
-    fixed = k.fixed(keys[1]) if isinstance(k, RotatedKeys) else []
+    fixed = k.fixed(keys[1]) if keys[0].turns else []
     buffers = [
         side.buffers(of_side, tuning.stages, tuning.tile)
         for side, of_side in zip((k, v), arrays, strict=True)
@@ -287,7 +305,7 @@ def attention_in_pieces(
         refs = refs[sum(map(len, tables)) :]
         of_block, refs = refs[: len(fixed)], refs[len(fixed) :]
         inputs, refs = refs[: sum(counts)], refs[sum(counts) :]
-        outputs, scratch = refs[:3], refs[3:]
+        outputs, kept, scratch = refs[:3], refs[3 : len(shapes)], refs[len(shapes) :]
         ops = Matrices(bool(interpret))
         block = Block(
             k,
@@ -301,6 +319,8 @@ def attention_in_pieces(
             (inputs[: counts[0]], inputs[counts[0] :]),
             (scratch[: ends[0]], scratch[ends[0] : ends[1]]),
             scratch[ends[1]] if bulk else None,
+            heads.start,
+            kept[0] if kept else None,
         )
         if fixed:
             for source, target in zip(of_block, scratch[counts[0] : ends[0]], strict=True):
@@ -315,7 +335,9 @@ def attention_in_pieces(
             planes = [
                 on_warps(
                     plgpu.load(
-                        q_ref.at[of_query, run.head, c], layout=OF_ALL_WARPS, optimized=False
+                        q_ref.at[of_query, run.head + heads.start, c],
+                        layout=OF_ALL_WARPS,
+                        optimized=False,
                     )
                 )
                 for c in range(k.chunks[0])
@@ -332,6 +354,9 @@ def attention_in_pieces(
 
     f32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     shapes = tuple(f32((schedule.pieces, *rest)) for rest in ((real,), (real,), (channels, real)))
+    if values[0].adds_values:
+        spans = pl.cdiv(capacity, tuning.tile) * (tuning.tile // SPAN)
+        shapes = *shapes, f32((batch, len(heads), spans, real, SPAN))
     call = plgpu.kernel(
         decode_attention,
         out_type=shapes,
@@ -347,5 +372,9 @@ def attention_in_pieces(
     )
     with jax.enable_x64(False):
         inputs = *tables[0], *tables[1], *fixed, *arrays[0], *arrays[1]
-        m, l, o = call(limits, planes, *inputs)
-    return Pieces(m, l, o, limits, schedule)
+        m, l, o, *kept = call(limits, planes, *inputs)
+    pieces = [Pieces(m, l, o, limits, schedule)]
+    if kept:
+        scored = kept[0], values[1], pieces[0], capacity
+        pieces.append(outlier_values(*scored, channels, heads.start, interpret))
+    return pieces

@@ -21,8 +21,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.mosaic.grouped import GroupedKeys, GroupedSide, GroupedValues
 from pallas_kernels.mosaic.matrices import Matrices
 from pallas_kernels.mosaic.registers import SIDE, WARPS
+from pallas_kernels.mosaic.route import BULK, target_capability
 from pallas_kernels.mosaic.stripes import Stripe
-from pallas_kernels.mosaic.table_lookup import entries, in_registers, packed
+from pallas_kernels.mosaic.table_lookup import entries, in_registers
 from pallas_kernels.readers.grouped import GroupedReader
 from pallas_kernels.tiles.layout import SPAN
 
@@ -43,14 +44,14 @@ class CodebookSide(GroupedSide):
         return 0.0
 
     def constants(self, stored: Sequence[jax.Array]) -> list[jax.Array]:
-        return [packed(stored[self._sets])]
+        return [stored[self._sets].astype(jnp.float32)]
 
     def table(self, refs: Sequence[Any], ops: Matrices) -> list[jax.Array]:
         [ref] = refs
         return in_registers([ref[i] for i in range(ref.shape[0])], ops.interpret)
 
     def views(self, stored: Sequence[jax.Array]) -> list[jax.Array]:
-        return super().views([*stored[: self._sets], *stored[self._sets + 1 :]])
+        return super().views([*stored[: self._sets], *stored[self._sets + 1 :][:2]])
 
     def _numbers(self, words: Any, table: Any, axis: int, ops: Matrices) -> list[jax.Array]:
         return entries(words, self.layout, table, axis, ops.interpret)
@@ -65,27 +66,36 @@ class ChannelKeys(CodebookKeys):
     array for all tokens."""
 
     def views(self, stored: Sequence[jax.Array]) -> list[jax.Array]:
-        """Return the views of the words, and [1, K, n, H]: scales, zero points and, so that every
-        thread of a block copies two of them (`route.least_tile`), the same again."""
+        """Return the views of the words, and those of scales and zero points, [1, K, 1, H]. Without
+        a copy engine these are one array [1, K, n, H], in which they repeat, so that every thread
+        of a block copies two of them (`route.least_tile`)."""
         pair = [s.astype(jnp.float16) for s in stored[self._sets + 1 :][:2]]
-        rows = pair * max(1, 32 * WARPS // self.layout.channels)
-        return [*super().views(stored[: self._sets + 1]), jnp.stack(rows, axis=1)[None]]
+        views = [s[None, :, None] for s in pair]
+        if float(target_capability()) < BULK:
+            rows = pair * max(1, 32 * WARPS // self.layout.channels)
+            views = [jnp.stack(rows, axis=1)[None]]
+        return [*super().views(stored[: self._sets + 1]), *views]
 
     def buffers(self, arrays: Sequence[jax.Array], slots: int, tokens: int) -> list[Any]:
         words = super().buffers(arrays, slots, tokens)[: self._sets]
-        return [*words, plgpu.SMEM((slots, *arrays[-1].shape[2:]), jnp.float16)]
+        shapes = [(slots, *array.shape[2:]) for array in arrays[self._sets :]]
+        return [*words, *(plgpu.SMEM(shape, jnp.float16) for shape in shapes)]
 
     def copies(
         self, arrays: Sequence[Any], buffers: Sequence[Any], unit: Any, tokens: Any, slot: Any
     ) -> Iterator[tuple[Any, Any]]:
-        yield from super().copies(arrays[:-1], buffers[:-1], unit, tokens, slot)
-        yield arrays[-1].at[0, unit[1]], buffers[-1].at[slot]
+        words = self._sets
+        yield from super().copies(arrays[:words], buffers[:words], unit, tokens, slot)
+        for array, buffer in zip(arrays[words:], buffers[words:], strict=True):
+            yield array.at[0, unit[1]], buffer.at[slot]
 
     def _of_chunk(
         self, buffers: Sequence[Any], stripe: Stripe, chunk: int, ops: Matrices
     ) -> list[jax.Array]:
         channels = pl.ds(self.layout.width * chunk, self.layout.width)
-        rows = [buffers[-1].at[stripe.slot, pl.ds(i, 1), channels] for i in range(2)]
+        scale, zero = buffers[self._sets], buffers[-1]
+        places = (scale, 0), (zero, zero.shape[1] > 1)
+        rows = [ref.at[stripe.slot, pl.ds(int(i), 1), channels] for ref, i in places]
         return [ops.stacked([ops.load_rows(row, SIDE)], SPAN) for row in rows]
 
 

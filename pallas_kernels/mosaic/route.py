@@ -115,8 +115,8 @@ def _unread(reader: Reader, turned: bool = False) -> str | None:
     served = SUPPORTED_BITS if isinstance(reader, GroupedReader) else TABLE_BITS
     if reader.layout.bits not in served or reader.layout.channels not in HEAD_DIMS:
         return f"{reader.layout.bits} bits at head dim {reader.layout.channels}"
-    if isinstance(reader, CodebookReader) and reader.pool:
-        return "tables with outliers"
+    if isinstance(reader, CodebookReader) and reader.pool not in (0, SPAN):
+        return f"outliers of {reader.pool} tokens share slots, not of {SPAN}"
     if isinstance(reader, CodebookReader) and reader.affine == "channels" and not turned:
         return "tables with scales of channels, not of keys before RoPE"
     if isinstance(reader, GroupedReader) and reader.axis == "tokens" and STRIPE % reader.group:
@@ -151,9 +151,10 @@ def pieces(
     capacity: int,
     lower: LowerLimits | None,
     soft_cap: float | None,
+    heads: range,
     tuning: Tuning | None,
     launch: Launch,
-) -> Pieces | None:
+) -> list[Pieces] | None:
     """Return the pieces of attention by Mosaic GPU (mosaic/attention.py), or None if the launch
     names another route or this body takes another."""
     (k, _), (v, _) = keys, values
@@ -170,6 +171,7 @@ def pieces(
         capacity=capacity,
         lower=lower,
         soft_cap=soft_cap,
+        heads=heads,
         tuning=tuning or tuning_for(k, v, columns, capacity, capability),
         bulk=float(capability) >= BULK,
         interpret=_interpreted(launch),
@@ -198,6 +200,8 @@ def tuning_for(k: Reader, v: Reader, columns: int, capacity: int, capability: st
         beside, of_token = beside + SPAN * of_span, of_token + of_span // SPAN
     if isinstance(k, PolarReader):  # steps and least values of groups
         of_token += 4 * math.prod(k.chunks) // k.group
+    if k.adds_scores:  # at most as many as columns
+        of_token += 4 * columns
     crowded = k.chunks[0] * k.chunks[1] > 128 or columns > 8
     stripe, least = WARPS * span_of(k, v), least_tile(k, v, capability)
     tiles = [tile for tile in (2 * stripe, stripe) if least <= tile <= capacity]

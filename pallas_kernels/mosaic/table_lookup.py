@@ -22,7 +22,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm, vector
+from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.mosaic.matrices import code_numbers
 from pallas_kernels.mosaic.registers import LANES, SIDE, WARPS, element, fragment, grid
@@ -37,34 +37,46 @@ def packed(table: jax.Array) -> jax.Array:
     return jnp.stack(byte_planes(list(bits)))
 
 
-def in_registers(words: Sequence[jax.Array], interpret: bool) -> list[jax.Array]:
-    """Return the words of `packed` as `entries` takes them. A kernel calls this once, before its
-    loop.
+def in_registers(numbers: Sequence[jax.Array], interpret: bool) -> list[jax.Array]:
+    """Return the words of `packed` as `entries` takes them, for the numbers of a table in fp32. A
+    kernel calls this once, before its loop: a launch to pack a layer's own table would take longer.
 
     It hides from the compiler that all lanes have the same words. Otherwise the compiler would keep
     them in uniform registers, and copy one for every `prmt` that reads it.
     """
-    shape = (WARPS, SIDE, SIDE)
+    shape, count = (WARPS, SIDE, SIDE), len(numbers) // 2
     if interpret:
-        return [jnp.full(shape, word) for word in words]
+        return [jnp.full(shape, word) for word in packed(jnp.stack(numbers))]
     inline: Any = plgpu.inline_mgpu(
-        arg_types=(plgpu.Layout.WG_SPLAT(()),) * len(words),
-        return_type=[plgpu.ShapeDtypeStruct(shape, jnp.int32, layout=LANES)] * len(words),
+        arg_types=(plgpu.Layout.WG_SPLAT(()),) * len(numbers),
+        return_type=[plgpu.ShapeDtypeStruct(shape, jnp.int32, layout=LANES)] * count,
     )
 
     @inline
-    def hidden(ctx: Any, *words: mgpu.FragmentedArray) -> list[mgpu.FragmentedArray]:
+    def hidden(ctx: Any, *numbers: mgpu.FragmentedArray) -> list[mgpu.FragmentedArray]:
         asm = "{ .reg .b32 t; mov.u32 t, %laneid; shr.u32 t, t, 5; add.u32 $0, $1, t; }"
         i32 = ir.IntegerType.get_signless(32)
         pair = ir.VectorType.get((2,), i32)
         arrays = []
-        for word in words:
-            register = llvm.inline_asm(i32, [word.registers.item()], asm, "=r,r")
+        halves = [arith.truncf(ir.F16Type.get(), n.registers.item()) for n in numbers]
+        two = ir.VectorType.get((2,), ir.F16Type.get())
+        pairs = zip(*[iter(halves)] * 2, strict=True)
+        for word in words_of([utils.bitcast(vector.from_elements(two, p), i32) for p in pairs]):
+            register = llvm.inline_asm(i32, [word], asm, "=r,r")
             registers = np.full((1, 1), vector.broadcast(pair, register), dtype=object)
             arrays.append(fragment(registers, shape, i32))
         return arrays
 
-    return list(hidden(*words))
+    return list(hidden(*numbers))
+
+
+def words_of(pairs: Sequence[Any]) -> list[Any]:
+    """Return the words of `packed` for the registers of a table's fp16 numbers, two in each."""
+    return [
+        _prmt(first, second, chosen)
+        for chosen in (0x6420, 0x7531)
+        for first, second in zip(*[iter(pairs)] * 2, strict=True)
+    ]
 
 
 def entries(

@@ -32,12 +32,16 @@ class Walk:
     def _lower(self, row: Any) -> jax.Array:
         return self.limits[self.schedule.batch + row]
 
-    def share(self, program: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return `Schedule.share` of these limits."""
+    def total(self) -> jax.Array:
+        """Return the number of all tiles."""
         heads = self.schedule.heads
-        total = lax.fori_loop(
+        return lax.fori_loop(
             0, self.schedule.batch, lambda row, sum: sum + heads * self._tiles(row), jnp.int32(0)
         )
+
+    def share(self, program: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return `Schedule.share` of these limits."""
+        total = self.total()
         per = self.schedule.per_program(total)
         return jnp.minimum(program * per, total), jnp.minimum((program + 1) * per, total)
 

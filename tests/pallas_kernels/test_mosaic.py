@@ -252,7 +252,7 @@ def test_bodies_that_mosaic_does_not_read_are_named():
         "float16": (k, dataclasses.replace(v, scale_dtype="bfloat16"), 4, 128),
         "17 query heads": (k, v, 17, 128),
         "fewer than one tile": (k, v, 4, 96),
-        "tables with outliers": (k, CodebookReader(v.layout, "tokens", 64, pool=32), 4, 128),
+        "outliers of 64 tokens": (k, CodebookReader(v.layout, "tokens", 64, pool=64), 4, 128),
         "scales of channels": (CodebookReader(k.layout, "channels", 64), v, 4, 128),
         "blocks of 48 tokens before RoPE": (RotatedReader(k, block=48, shards=2), v, 4, 128),
         "k: scales in bfloat16": (

@@ -33,9 +33,10 @@ def test_registers_have_the_entries_of_arrays(
     shapes = [(WARPS, SPAN // layout.slots, layout.words(set_bits)) for set_bits in layout.sets]
     words = [rng.integers(-(1 << 15), 1 << 15, shape).astype(np.int16) for shape in shapes]
     words = [np.swapaxes(w, 1, 2) if tokens == 2 else w for w in words]
-    table = table_lookup.packed(jnp.asarray(rng.uniform(-1, 1, 1 << bits), jnp.float32))
+    numbers_of_table = jnp.asarray(rng.uniform(-1, 1, 1 << bits), jnp.float32)
+    table = table_lookup.packed(numbers_of_table)
     arrays = list(map(jnp.asarray, words))
-    inside = table_lookup.in_registers(list(table), interpret=True)
+    inside = table_lookup.in_registers(list(numbers_of_table), interpret=True)
     wanted = table_lookup.entries(arrays, layout, inside, tokens, interpret=True)
     of_table = [np.uint32(word) for word in np.asarray(table).view(np.uint32)]
     fields = table_lookup.Fields([registers(w[1]) for w in words], layout, 3 - tokens, of_table)
@@ -44,3 +45,16 @@ def test_registers_have_the_entries_of_arrays(
         bits_of_chunk = numbers(np.concatenate(slots, tokens - 1))
         np.testing.assert_array_equal(bits_of_chunk.view(np.float16), want[1], f"chunk {chunk}")
     assert (np.asarray(wanted[0][1]) != np.asarray(wanted[-1][1])).mean() > 0.5, "chunks are alike"
+
+
+@pytest.mark.skipif(bool(route.missing()), reason=route.missing() or "")
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_a_kernel_packs_a_table_as_arrays_do(bits: int, monkeypatch: pytest.MonkeyPatch):
+    from pallas_kernels.mosaic import table_lookup
+
+    monkeypatch.setattr(table_lookup, "_asm", executed)
+    table = np.random.default_rng(bits).uniform(-1, 1, 1 << bits).astype(np.float16)
+    words = table_lookup.words_of(list(table.view(np.uint32)))
+    wanted = np.asarray(table_lookup.packed(jnp.asarray(table)))
+    assert [int(word) for word in words] == wanted.view(np.uint32).tolist()
+    assert len(set(wanted.tolist())) == len(wanted), "words could be exchanged"

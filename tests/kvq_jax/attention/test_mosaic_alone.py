@@ -36,11 +36,10 @@ STEPS = 3
 
 # Methods that kernels serve, but not those on Mosaic GPU alone, with the reason.
 NEED_TRITON = {
-    "kvquant": "k: tables with outliers",
     "waterfill": "k: RunsKeys, not uniform groups, tables or rows",
 }
 ON_MOSAIC = (
-    *("dense", "kivi", "innerq", "polarquant", "squat", "squat_pre", "turboquant"),
+    *("dense", "kivi", "innerq", "kvquant", "polarquant", "squat", "squat_pre", "turboquant"),
     *("int2", "int3", "int4", "int8", "nf2", "nf3", "nf4"),
 )
 
