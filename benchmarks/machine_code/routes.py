@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from benchmarks.machine_code.case import BATCH, GROUP, KV_HEADS, TOKENS, Case
 from benchmarks.machine_code.cases import INNER, OUTER
 from benchmarks.machine_code.report import HEADER, Instructions, KernelReport, named_by_spec
-from benchmarks.machine_code.stored import Stored, before_rope, tables, uniform
+from benchmarks.machine_code.stored import Stored, before_rope, runs, tables, uniform
 from benchmarks.machine_code.target import BY_NAME, H200, Target
 from benchmarks.machine_code.tools import missing
 from benchmarks.markdown import table
@@ -175,6 +175,15 @@ def _turboquant(bits: int, *limits: float, **fields: Any) -> Attention:
     return _attention(f"turboquant, {bits}-bit", sides, limits, fields)
 
 
+def _waterfill(bits: str, k_widths: str, v_widths: str, *limits: float, **fields: Any) -> Attention:
+    """Return the widths that `waterfill:bits=` has by itself."""
+
+    def sides(channels: int) -> tuple[Stored, Stored]:
+        return runs(k_widths, channels, keys=True), runs(v_widths, channels, keys=False)
+
+    return _attention(f"waterfill, {bits} bits", sides, limits, fields)
+
+
 def _dense(*limits: float, **fields: Any) -> Attention:
     def sides(channels: int) -> tuple[Stored, Stored]:
         side = uniform(None, channels)
@@ -230,6 +239,11 @@ ATTENTIONS = (
     _normal_float(2, 2.6, 1.65, 8),
     _normal_float(4, 4.55, 3.15, 8, channels=64),
     _turboquant(3, 2.95, 1.9, 8, cap_spill_bytes=128),
+    _waterfill("2.5", "54332210", "54332110", 4.1, 1.45, 21, cap_spill_bytes=160),
+    _waterfill("4", "65544332", "65544322", 4.5, 1.75, 22.5, cap_spill_bytes=160),
+    # tiles of 512 tokens if two blocks of a multiprocessor have room for them
+    _waterfill("2.5", "54332110", "54332110", 5.7, 1.8, 25, channels=64, cap_spill_bytes=160),
+    _waterfill("4", "65544322", "65544322", 6.2, 2.2, 25, channels=64, cap_spill_bytes=160),
     _dense(2.1, 0.5, 8),
     _dense(2.7, 0.6, 8, channels=64),  # 1.95 on an H200, 2.59 on an L40, whose tiles are shorter
     _dense(1.8, 0.3, 8, channels=256),

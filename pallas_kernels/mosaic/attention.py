@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.decode_attention.lower_limits import LowerLimits
-from pallas_kernels.decode_attention.partial_attention import NEG_INF, WEIGHT_EXPONENT
+from pallas_kernels.decode_attention.partial_attention import NEG_INF
 from pallas_kernels.decode_attention.schedule import Pieces, Schedule, TileRun
 from pallas_kernels.decode_attention.tuning import Tuning
 from pallas_kernels.mosaic.codebook import CodebookKeys, CodebookValues
@@ -35,6 +36,8 @@ from pallas_kernels.mosaic.matrices import Matrices, on_rows, on_warps, splat
 from pallas_kernels.mosaic.registers import OF_ALL_ROWS, OF_ALL_WARPS, SIDE, WARPS
 from pallas_kernels.mosaic.rotary import RotatedKeys
 from pallas_kernels.mosaic.route import span_of
+from pallas_kernels.mosaic.run_words import copy_few
+from pallas_kernels.mosaic.runs import RunsKeys, RunStripe, RunsValues
 from pallas_kernels.mosaic.stripes import Stripe
 from pallas_kernels.mosaic.walk import Walk
 from pallas_kernels.readers.base import Reader
@@ -42,15 +45,19 @@ from pallas_kernels.readers.codebook import CodebookReader
 from pallas_kernels.readers.dense import DenseReader
 from pallas_kernels.readers.grouped import GroupedReader
 from pallas_kernels.readers.rotary import RotatedReader
+from pallas_kernels.readers.runs import RunsKeys as RunsKeysReader
+from pallas_kernels.readers.runs import RunsValues as RunsValuesReader
 from pallas_kernels.readers.shared import soft_capped
 
-Keys = GroupedKeys | CodebookKeys | DenseKeys | RotatedKeys
-Values = GroupedValues | CodebookValues | DenseValues
+Keys = GroupedKeys | CodebookKeys | DenseKeys | RotatedKeys | RunsKeys
+Values = GroupedValues | CodebookValues | DenseValues | RunsValues
 _SIDES: dict[type[Reader], tuple[Any, Any]] = {
     GroupedReader: (GroupedKeys, GroupedValues),
     CodebookReader: (CodebookKeys, CodebookValues),
     DenseReader: (DenseKeys, DenseValues),
     RotatedReader: (RotatedKeys, None),  # values have no positions
+    RunsKeysReader: (RunsKeys, None),
+    RunsValuesReader: (None, RunsValues),
 }
 
 
@@ -62,13 +69,14 @@ def interpreted() -> Any:
 @dataclasses.dataclass(frozen=True)
 class Block:
     """Four warps that read tiles together, and all that their steps share. A warp reads spans of
-    `span` tokens."""
+    `span` tokens. Weights are at most 2^exponent."""
 
     keys: Keys
     values: Values
     tuning: Tuning
     columns: int
     span: int
+    exponent: int
     capacity: int
     soft_cap: float | None
     ops: Matrices
@@ -164,8 +172,9 @@ class Block:
         keys, values = self.buffers
         masked, size = begin is not None, WARPS * self.span
         ends = (run.lower, run.limit) if masked else ()
+        kind = RunStripe if isinstance(self.values, RunsValues) else Stripe
         stripes = [
-            Stripe(slot, i, start + size * i, self.span, *ends)
+            kind(slot, i, start + size * i, self.span, *ends)
             for i in range(self.tuning.tile // size)
         ]
         scores = [self.keys.scores(query, keys, stripe, self.ops) for stripe in stripes]
@@ -177,7 +186,7 @@ class Block:
                 token = stripe.start + stripe.token_numbers(scores[i].shape, 1)
                 scores[i] = jnp.where((token >= begin) & (token < run.limit), scores[i], NEG_INF)
         top = functools.reduce(jnp.maximum, scores)
-        new = jnp.maximum(largest, jnp.max(top, axis=1) - WEIGHT_EXPONENT)
+        new = jnp.maximum(largest, jnp.max(top, axis=1) - self.exponent)
         shrink = jnp.exp2(largest - new)
         weights = [jnp.exp2(s - on_rows(new, self.span)) for s in scores]
         total = total * on_rows(shrink, SIDE)
@@ -186,14 +195,22 @@ class Block:
                 total = total + w[:, i : i + SIDE]
         sums = [x * on_rows(shrink, x.shape[1]) for x in sums]
         for stripe, w in zip(stripes, weights, strict=True):
-            half = self.ops.transposed(w.astype(self.values.weights_dtype))
+            half = self.ops.transposed(self._rounded(w, values, stripe))
             sums = self.values.weigh(half, values, stripe, sums, table, self.ops)
         return (new, total, *sums)
+
+    def _rounded(self, weights: jax.Array, buffers: Sequence[Any], stripe: Stripe) -> jax.Array:
+        """Return weights as the values take them."""
+        if isinstance(self.values, RunsValues):
+            return self.values.weighted(weights, buffers, stripe, self.ops)
+        return weights.astype(self.values.weights_dtype)
 
 
 def _copy(source: Any, target: Any, barrier: Any) -> None:
     """Begin a copy to shared memory, by the copy engine if there is a barrier."""
-    if barrier is None:
+    if barrier is None and math.prod(target.shape) * target.dtype.itemsize < 4 * 32 * WARPS:
+        copy_few(source, target)
+    elif barrier is None:
         inside = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
         plgpu.copy_gmem_to_smem(source, target, oob_mode=inside)
     else:
@@ -258,6 +275,8 @@ def attention_in_pieces(
     if lower is not None:
         limits, segments = lower.places(limits), lower.segments
         q = lower.queries(q)
+    if isinstance(k, RunsKeys):
+        k = dataclasses.replace(k, tile=tuning.tile)
     padded = jnp.pad(q.astype(jnp.float32), ((0, 0), (0, 0), (0, columns - group), (0, 0)))
     planes = k.query(padded, keys[1])
     programs = tuning.programs(batch * heads, capacity)
@@ -266,12 +285,12 @@ def attention_in_pieces(
     arrays = k.views(keys[1]), v.views(values[1])
     tables = k.constants(keys[1]), v.constants(values[1])
     counts = len(arrays[0]), len(arrays[1])
-    fixed = k.fixed(keys[1]) if isinstance(k, RotatedKeys) else []
+    fixed = k.fixed(keys[1]) if isinstance(k, (RotatedKeys, RunsKeys)) else []
     buffers = [
         side.buffers(of_side, tuning.stages, tuning.tile)
         for side, of_side in zip((k, v), arrays, strict=True)
     ]
-    buffers[0] += [plgpu.SMEM(array.shape, array.dtype) for array in fixed]
+    buffers[0] += [plgpu.SMEM(array.shape[1:], array.dtype) for array in fixed]
     ends = len(buffers[0]), len(buffers[0]) + len(buffers[1])
     barriers = [plgpu.Barrier(num_arrivals=sum(counts), num_barriers=tuning.stages)]
     barriers += [plgpu.Barrier(num_arrivals=len(fixed))] if fixed else []
@@ -289,6 +308,7 @@ def attention_in_pieces(
             tuning,
             columns,
             span,
+            values[0].weight_exponent,
             capacity,
             soft_cap,
             ops,
@@ -296,16 +316,24 @@ def attention_in_pieces(
             (scratch[: ends[0]], scratch[ends[0] : ends[1]]),
             scratch[ends[1]] if bulk else None,
         )
-        if fixed:
+
+        def copy_fixed(head: Any) -> None:
             for source, target in zip(of_block, scratch[counts[0] : ends[0]], strict=True):
-                _copy(source, target, scratch[-1] if bulk else None)
+                _copy(source.at[head], target, scratch[-1] if bulk else None)
             plgpu.barrier_wait(scratch[-1]) if bulk else plgpu.wait_gmem_to_smem(0)
+
+        of_heads = bool(fixed) and fixed[0].shape[0] > 1
+        if fixed and not of_heads:
+            copy_fixed(0)
 
         def read(run: TileRun, place: Any) -> None:
             of_query, row = run.row, lax.div(run.row, jnp.int32(segments))
             if q_ref.shape[0] == batch:  # segments share their row's queries
                 of_query = row
             run = run._replace(row=row)
+            if of_heads:
+                block.release()
+                copy_fixed(run.head)
             planes = [
                 on_warps(
                     plgpu.load(

@@ -10,7 +10,9 @@ from pallas_kernels.mosaic import route
 from pallas_kernels.readers.base import Reader
 from pallas_kernels.readers.codebook import CodebookReader
 from pallas_kernels.readers.rotary import RotatedReader
+from pallas_kernels.readers.runs import RunsKeys, RunsValues
 from pallas_kernels.tiles.layout import SPAN, plane_layout
+from tests.pallas_kernels.run_sides import run_layouts
 
 MOSAIC = Launch(interpret=True, route="mosaic")
 
@@ -31,4 +33,18 @@ def test_tables_are_appended_as_by_the_other_route(keys: Reader):
     assert len(arrays) == 2 * 5, "of each side: sink, ring, words, scales and zero points"
     for name in arrays:
         wrong = dict(outputs) | {name: outputs[name] + np.float32(1)}
+        assert self_test._compare(wrong, expected), f"{name} would pass"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(bool(route.missing()), reason=route.missing() or "")
+def test_runs_of_channels_are_tested_beside_windows_of_keys_before_rope():
+    layouts = tuple(run_layouts("54332110", 64))
+    format = self_test.Format(RunsKeys(layouts, 64), RunsValues(layouts, 64), 2, "mosaic")
+    outputs, expected = (
+        self_test._outputs(format, launch, None) for launch in (MOSAIC, self_test.INTERPRETED)
+    )
+    assert self_test._compare(outputs, expected) is None
+    for name in ("attention", "attention over windows"):
+        wrong = dict(outputs) | {name: 1.03 * outputs[name]}
         assert self_test._compare(wrong, expected), f"{name} would pass"

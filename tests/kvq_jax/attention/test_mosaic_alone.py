@@ -23,7 +23,8 @@ from tests.kvq_jax.layer_runs import parameters_of, row_errors, sequences
 
 pytestmark = pytest.mark.skipif(bool(route.missing()), reason=route.missing() or "")
 
-CAPACITY, HEADS = 288, 4  # two for each KV head: scales may be one head's, or all heads'
+CAPACITY = 416  # so that a body holds a tile of 256 tokens
+HEADS = 4  # two for each KV head: scales may be one head's, or all heads'
 DIMS = CacheDims(
     num_hidden_layers=1,
     num_attention_heads=HEADS,
@@ -38,10 +39,9 @@ STEPS = 3
 NEED_TRITON = {
     "kvquant": "k: tables with outliers",
     "polarquant": "k: PolarReader, not uniform groups, tables or rows",
-    "waterfill": "k: RunsKeys, not uniform groups, tables or rows",
 }
 ON_MOSAIC = (
-    *("dense", "kivi", "innerq", "squat", "squat_pre", "turboquant"),
+    *("dense", "kivi", "innerq", "squat", "squat_pre", "waterfill", "turboquant"),
     *("int2", "int3", "int4", "int8", "nf2", "nf3", "nf4"),
 )
 
