@@ -1,5 +1,5 @@
-"""The choice between the two routes to a GPU: Mosaic GPU reads bodies in uniform groups, in tables
-and in full precision, Triton the rest.
+"""The choice between the two routes to a GPU: Mosaic GPU reads bodies in uniform groups, in tables,
+in full precision and in runs of channels, Triton the rest.
 
 This module imports no Mosaic GPU, which JAX has from 0.11 on.
 """

@@ -128,12 +128,12 @@ def numbers(words: Sequence[Any], layout: PlaneLayout, ops: Any) -> list[Any]:
         return [_number(two[slot // 2], bits, slot, ops) for slot in range(SLOTS)]
     if bits <= 5:
         two = [ops.rotated(words[0], None, 8 * half - LOWEST) for half in range(2)]
-        found = [_number(two[slot // 2], 4, slot, ops) for slot in range(SLOTS)]
+        of_slots = [_number(two[slot // 2], 4, slot, ops) for slot in range(SLOTS)]
         if bits == 5:
             two = [ops.rotated(words[1], planes[1], 8 * half - LOWEST - 4) for half in range(2)]
             high = [16 << position(bits, slot) for slot in range(SLOTS)]
-            found = [ops.masked(two[s // 2], high[s], found[s]) for s in range(SLOTS)]
-        return found
+            of_slots = [ops.masked(two[s // 2], high[s], of_slots[s]) for s in range(SLOTS)]
+        return of_slots
     low = [ops.rotated(words[0], None, 4 * slot - LOWEST) for slot in range(SLOTS)]
     low = [ops.masked(word, 15 << LOWEST, 24 << 10) for word in low]
     if bits == 6:
@@ -161,8 +161,8 @@ def codes(
     if interpret:
         wide = [lax.bitcast_convert_type(w, jnp.uint16).astype(jnp.uint32) for w in words]
         parts = [part for w in wide for part in _loads(w, transposed)]
-        found = numbers(parts, layout, _Arrays())
-        return [lax.bitcast_convert_type(n.astype(jnp.uint16), jnp.float16) for n in found]
+        of_slots = numbers(parts, layout, _Arrays())
+        return [lax.bitcast_convert_type(n.astype(jnp.uint16), jnp.float16) for n in of_slots]
     shape = (WARPS, channels, ROWS) if transposed else (WARPS, ROWS, channels)
     inline: Any = plgpu.inline_mgpu(
         arg_types=(LANES,) * len(words),
