@@ -187,7 +187,7 @@ def _of_windows(
     position = jnp.asarray(POSITIONS, jnp.int32)
     q = jnp.asarray(rng.standard_normal((batch, HEADS, format.group, channels)), jnp.float32)
     seen = (SLOTS if format.windowed else None), format.soft_cap
-    rotation = (keys[-2], keys[-1]) if isinstance(format.keys, RotatedReader) else None
+    rotation = (keys[-2], keys[-1]) if format.keys.turns else None
     queries = WindowQueries(q, position + 1, jnp.zeros_like(position), rotation, *seen)
     writers = [side.blocks.writer if isinstance(side.blocks, Blocks) else None for side in sides]
     if mosaic.unappended(writers, [side.ring for side in sides], queries):

@@ -27,6 +27,7 @@ from benchmarks.machine_code.stored import (
     before_rope,
     polar,
     pools_of,
+    runs,
     tables,
     uniform,
 )
@@ -209,6 +210,15 @@ def _polar(
     return _attention(name, sides, limits, fields)
 
 
+def _waterfill(bits: str, k_widths: str, v_widths: str, *limits: float, **fields: Any) -> Attention:
+    """Return the widths that `waterfill:bits=` has by itself."""
+
+    def sides(channels: int) -> tuple[Stored, Stored]:
+        return runs(k_widths, channels, keys=True), runs(v_widths, channels, keys=False)
+
+    return _attention(f"waterfill, {bits} bits", sides, limits, fields)
+
+
 def _dense(*limits: float, **fields: Any) -> Attention:
     def sides(channels: int) -> tuple[Stored, Stored]:
         side = uniform(None, channels)
@@ -271,6 +281,11 @@ ATTENTIONS = (
     _polar(2, 64, None, 3.9, 0.7, 8),
     _polar(4, 128, None, 4.5, 0.95, 8, channels=64),  # 3.71 on an H200, 4.19 on an A100
     _polar(4, 128, None, 3.4, 0.55, 8, channels=256, cap_spill_bytes=128),
+    _waterfill("2.5", "54332210", "54332110", 4.1, 1.45, 21, cap_spill_bytes=160),
+    _waterfill("4", "65544332", "65544322", 4.5, 1.75, 22.5, cap_spill_bytes=160),
+    # tiles of 512 tokens if two blocks of a multiprocessor have room for them
+    _waterfill("2.5", "54332110", "54332110", 5.7, 1.8, 25, channels=64, cap_spill_bytes=160),
+    _waterfill("4", "65544322", "65544322", 6.2, 2.2, 25, channels=64, cap_spill_bytes=160),
     _dense(2.1, 0.5, 8),
     _dense(2.7, 0.6, 8, channels=64),  # 1.95 on an H200, 2.59 on an L40, whose tiles are shorter
     _dense(1.8, 0.3, 8, channels=256),

@@ -25,7 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.decode_attention.lower_limits import LowerLimits
-from pallas_kernels.decode_attention.partial_attention import NEG_INF, WEIGHT_EXPONENT
+from pallas_kernels.decode_attention.partial_attention import NEG_INF
 from pallas_kernels.decode_attention.schedule import Pieces, Schedule, TileRun
 from pallas_kernels.decode_attention.tuning import Tuning
 from pallas_kernels.mosaic.codebook import CodebookKeys, CodebookValues
@@ -39,6 +39,7 @@ from pallas_kernels.mosaic.polar import PolarKeys
 from pallas_kernels.mosaic.registers import OF_ALL_ROWS, OF_ALL_WARPS, SIDE, WARPS
 from pallas_kernels.mosaic.rotary import RotatedKeys
 from pallas_kernels.mosaic.route import span_of
+from pallas_kernels.mosaic.runs import RunsKeys, RunStripe, RunsValues
 from pallas_kernels.mosaic.spans_of_scores import WithOutliers, store_spans
 from pallas_kernels.mosaic.stripes import Stripe
 from pallas_kernels.mosaic.walk import Walk
@@ -48,17 +49,21 @@ from pallas_kernels.readers.dense import DenseReader
 from pallas_kernels.readers.grouped import GroupedReader
 from pallas_kernels.readers.polar import PolarReader
 from pallas_kernels.readers.rotary import RotatedReader
+from pallas_kernels.readers.runs import RunsKeys as RunsKeysReader
+from pallas_kernels.readers.runs import RunsValues as RunsValuesReader
 from pallas_kernels.readers.shared import LOG2E, soft_capped
 from pallas_kernels.tiles.layout import SPAN
 
-Keys = GroupedKeys | CodebookKeys | DenseKeys | PolarKeys | RotatedKeys | WithOutliers
-Values = GroupedValues | CodebookValues | DenseValues
+Keys = GroupedKeys | CodebookKeys | DenseKeys | PolarKeys | RotatedKeys | RunsKeys | WithOutliers
+Values = GroupedValues | CodebookValues | DenseValues | RunsValues
 _SIDES: dict[type[Reader], tuple[Any, Any]] = {
     GroupedReader: (GroupedKeys, GroupedValues),
     CodebookReader: (CodebookKeys, CodebookValues),
     DenseReader: (DenseKeys, DenseValues),
     PolarReader: (PolarKeys, None),  # values have no angles
     RotatedReader: (RotatedKeys, None),  # values have no positions
+    RunsKeysReader: (RunsKeys, None),
+    RunsValuesReader: (None, RunsValues),
 }
 
 
@@ -70,14 +75,15 @@ def interpreted() -> Any:
 @dataclasses.dataclass(frozen=True)
 class Block:
     """Four warps that read tiles together, and all that their steps share. A warp reads spans of
-    `span` tokens. `first` is the KV head of a run's head 0. `kept` has room for the scores of all
-    tiles (spans_of_scores.py), or is None."""
+    `span` tokens. Weights are at most 2^exponent. `first` is the KV head of a run's head 0. `kept`
+    has room for the scores of all tiles (spans_of_scores.py), or is None."""
 
     keys: Keys
     values: Values
     tuning: Tuning
     columns: int
     span: int
+    exponent: int
     capacity: int
     soft_cap: float | None
     ops: Matrices
@@ -175,8 +181,9 @@ class Block:
         keys, values = self.buffers
         start, masked, size = self._start(tile), begin is not None, WARPS * self.span
         ends = (run.lower, run.limit) if masked else ()
+        kind = RunStripe if isinstance(self.values, RunsValues) else Stripe
         stripes = [
-            Stripe(slot, i, start + size * i, self.span, *ends)
+            kind(slot, i, start + size * i, self.span, *ends)
             for i in range(self.tuning.tile // size)
         ]
         scores = [self.keys.scores(query, keys, stripe, self.ops) for stripe in stripes]
@@ -192,7 +199,7 @@ class Block:
                 token = stripe.start + stripe.token_numbers(scores[i].shape, 1)
                 scores[i] = jnp.where((token >= begin) & (token < run.limit), scores[i], NEG_INF)
         top = functools.reduce(jnp.maximum, scores)
-        new = jnp.maximum(largest, jnp.max(top, axis=1) - WEIGHT_EXPONENT)
+        new = jnp.maximum(largest, jnp.max(top, axis=1) - self.exponent)
         shrink = jnp.exp2(largest - new)
         weights = [jnp.exp2(s - on_rows(new, self.span)) for s in scores]
         total = total * on_rows(shrink, SIDE)
@@ -201,9 +208,15 @@ class Block:
                 total = total + w[:, i : i + SIDE]
         sums = [x * on_rows(shrink, x.shape[1]) for x in sums]
         for stripe, w in zip(stripes, weights, strict=True):
-            half = self.ops.transposed(w.astype(self.values.weights_dtype))
+            half = self.ops.transposed(self._rounded(w, values, stripe))
             sums = self.values.weigh(half, values, stripe, sums, table, self.ops)
         return (new, total, *sums)
+
+    def _rounded(self, weights: jax.Array, buffers: Sequence[Any], stripe: Stripe) -> jax.Array:
+        """Return weights as the values take them."""
+        if isinstance(self.values, RunsValues):
+            return self.values.weighted(weights, buffers, stripe, self.ops)
+        return weights.astype(self.values.weights_dtype)
 
 
 def _copy(source: Any, target: Any, barrier: Any) -> None:
@@ -278,6 +291,8 @@ def attention_in_pieces(
     if lower is not None:
         limits, segments = lower.places(limits), lower.segments
         q = lower.queries(q)
+    if isinstance(k, RunsKeys):
+        k = dataclasses.replace(k, tile=tuning.tile)
     padded = jnp.pad(q.astype(jnp.float32), ((0, 0), (0, 0), (0, columns - group), (0, 0)))
     if keys[0].adds_scores:
         scaled = padded[:, heads.start : heads.stop] * (LOG2E * channels**-0.5)
@@ -295,7 +310,7 @@ def attention_in_pieces(
         side.buffers(of_side, tuning.stages, tuning.tile)
         for side, of_side in zip((k, v), arrays, strict=True)
     ]
-    buffers[0] += [plgpu.SMEM(array.shape, array.dtype) for array in fixed]
+    buffers[0] += [plgpu.SMEM(array.shape[1:], array.dtype) for array in fixed]
     ends = len(buffers[0]), len(buffers[0]) + len(buffers[1])
     barriers = [plgpu.Barrier(num_arrivals=sum(counts), num_barriers=tuning.stages)]
     barriers += [plgpu.Barrier(num_arrivals=len(fixed))] if fixed else []
@@ -313,6 +328,7 @@ def attention_in_pieces(
             tuning,
             columns,
             span,
+            values[0].weight_exponent,
             capacity,
             soft_cap,
             ops,
@@ -322,16 +338,24 @@ def attention_in_pieces(
             heads.start,
             kept[0] if kept else None,
         )
-        if fixed:
+
+        def copy_fixed(head: Any) -> None:
             for source, target in zip(of_block, scratch[counts[0] : ends[0]], strict=True):
-                _copy(source, target, scratch[-1] if bulk else None)
+                _copy(source.at[head], target, scratch[-1] if bulk else None)
             plgpu.barrier_wait(scratch[-1]) if bulk else plgpu.wait_gmem_to_smem(0)
+
+        of_heads = bool(fixed) and fixed[0].shape[0] > 1
+        if fixed and not of_heads:
+            copy_fixed(0)
 
         def read(run: TileRun, place: Any) -> None:
             of_query, row = run.row, lax.div(run.row, jnp.int32(segments))
             if q_ref.shape[0] == batch:  # segments share their row's queries
                 of_query = row
             run = run._replace(row=row)
+            if of_heads:
+                block.release()
+                copy_fixed(run.head)
             planes = [
                 on_warps(
                     plgpu.load(

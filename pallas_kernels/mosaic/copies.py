@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm
 
-from pallas_kernels.mosaic.registers import WARPS, ref_dtype
+from pallas_kernels.mosaic.registers import WARPS
 
 _BYTES = 16  # of a thread
 
@@ -26,27 +26,24 @@ def is_small(target: Any) -> bool:
 
 def copy_few(source: Any, target: Any) -> None:
     """Begin a copy of neighbouring numbers from global to shared memory, a group of its own."""
+    pieces, rest = divmod(math.prod(target.shape) * target.dtype.itemsize, _BYTES)
+    assert rest == 0, "whole pieces"
     inline: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 2)
 
     @inline
     def copy(ctx: Any, source: ir.Value, target: ir.Value) -> None:
-        i32, kind = ir.IntegerType.get_signless(32), ref_dtype(target)
-        each = _BYTES // utils.bytewidth(kind)
-        pieces, rest = divmod(math.prod(ir.MemRefType(target.type).shape), each)
-        assert rest == 0, "whole pieces"
+        i32, byte = (ir.IntegerType.get_signless(bits) for bits in (32, 8))
+        utils.warpgroup_barrier()  # until all have read what is overwritten
         thread = utils.thread_idx()
         copies = arith.cmpi(arith.CmpIPredicate.ult, thread, utils.c(pieces, i32))
         with utils.when(copies):
-            offset = arith.muli(thread, utils.c(each, i32))
-            outside = llvm.addrspacecast(
-                llvm.PointerType.get(address_space=1), utils.memref_ptr(source)
+            offset = arith.muli(thread, utils.c(_BYTES, i32))
+            to, of = (
+                utils.getelementptr(utils.memref_ptr(ref), [offset], byte)
+                for ref in (target, source)
             )
-            nvvm.cp_async_shared_global(
-                utils.getelementptr(utils.memref_ptr(target), [offset], kind),
-                utils.getelementptr(outside, [offset], kind),
-                _BYTES,
-                nvvm.LoadCacheModifierKind.CG,
-            )
+            of = llvm.addrspacecast(llvm.PointerType.get(address_space=1), of)
+            nvvm.cp_async_shared_global(to, of, _BYTES, nvvm.LoadCacheModifierKind.CG)
         nvvm.cp_async_commit_group()
 
     copy(source, target)

@@ -214,24 +214,37 @@ def vectors_of(ref: ir.Value, times: int = 1) -> _Places:
 
 
 def ldmatrix(ref: ir.Value, places: _Places, transposed: bool) -> np.ndarray:
-    """Load matrices, four at a time if there are so many: lanes 8 i .. 8 i + 7 address the rows of
-    the i-th of them."""
+    """Load the matrices at these places."""
     i32 = ir.IntegerType.get_signless(32)
-    pair = ir.VectorType.get((2,), ref_dtype(ref))
-    base = utils.memref_ptr(ref)
     row = arith.remui(lane(), utils.c(SIDE, i32))
-    octet = arith.divui(lane(), utils.c(SIDE, i32))
     number = warp()
     if places.together > 1:
         number = arith.divui(number, utils.c(places.together, i32))
-    of_warp = arith.addi(
+    first = arith.addi(
         arith.muli(number, utils.c(places.warp, i32)), arith.muli(row, utils.c(places.row, i32))
     )
+    return ldmatrix_at(ref, first, places.matrices, transposed)
+
+
+def ldmatrix_at(
+    ref: ir.Value, first: ir.Value, matrices: Sequence[int], transposed: bool
+) -> np.ndarray:
+    """Load matrices, four at a time if there are so many: lanes 8 i .. 8 i + 7 address the rows of
+    the i-th of them.
+
+    Args:
+        first: where this lane's row is, in elements, if its matrix begins at 0.
+        matrices: the first element of each matrix.
+    """
+    i32 = ir.IntegerType.get_signless(32)
+    pair = ir.VectorType.get((2,), ref_dtype(ref))
+    base = utils.memref_ptr(ref)
+    octet = arith.divui(lane(), utils.c(SIDE, i32))
     layout = nvvm.MMALayout.col if transposed else nvvm.MMALayout.row
     square = ir.Attribute.parse("#nvvm.ld_st_matrix_shape<m=8,n=8>")
     loaded: list[ir.Value] = []
-    for starts in _batches(places.matrices, 4):
-        offset = of_warp
+    for starts in _batches(matrices, 4):
+        offset = first
         for bit, of_bit in enumerate(_bits_of_steps(starts)):
             chosen = arith.andi(octet, utils.c(1 << bit, i32))
             step = arith.muli(arith.shrui(chosen, utils.c(bit, i32)), utils.c(of_bit, i32))

@@ -71,12 +71,12 @@ class RotatedKeys:
         return [*self.inner.views(inner), turned_back[None, None]]
 
     def fixed(self, stored: Sequence[jax.Array]) -> list[jax.Array]:
-        """Return cosines and sines of the distances in a span, [2, H / 2 / SIDE, SPAN, SIDE]. The
-        rows of a matrix lie side by side, so that loads of them have no bank of shared memory in
-        common."""
+        """Return cosines and sines of the distances in a span, the same for all heads, [1, 2, H / 2
+        / SIDE, SPAN, SIDE]. The rows of a matrix lie side by side, so that loads of them have no
+        bank of shared memory in common."""
         _, frequencies, _, _ = self.reader.apart(stored)
         tables = jnp.stack(angle_tables(frequencies, jnp.arange(SPAN, dtype=jnp.int32)))
-        return [jnp.swapaxes(tables.reshape(2, SPAN, -1, SIDE), 1, 2)]
+        return [jnp.swapaxes(tables.reshape(1, 2, SPAN, -1, SIDE), 2, 3)]
 
     def buffers(self, arrays: Sequence[jax.Array], slots: int, tokens: int) -> list[Any]:
         of_spans = slots, 2, tokens // SPAN, arrays[-1].shape[4]

@@ -1,5 +1,5 @@
 """The choice between the two routes to a GPU: Mosaic GPU reads bodies in uniform groups, in tables,
-in polar form and in full precision, Triton the rest.
+in polar form, in full precision and in runs of channels, Triton the rest.
 
 This module imports no Mosaic GPU, which JAX has from 0.11 on.
 """
@@ -26,6 +26,7 @@ from pallas_kernels.readers.dense import DenseReader
 from pallas_kernels.readers.grouped import GroupedReader
 from pallas_kernels.readers.polar import PolarReader
 from pallas_kernels.readers.rotary import RotatedReader
+from pallas_kernels.readers.runs import RunsReader
 from pallas_kernels.tiles.layout import SPAN, SUPPORTED_BITS, TABLE_BITS
 
 OLDEST_JAX = (0, 11, 0)
@@ -64,6 +65,8 @@ def unsupported(
     for name, reader in (("k", k), ("v", v)):
         if reason := _unread(reader) or _crowded(math.prod(reader.chunks), group):
             return f"{name}: {reason}"
+    if isinstance(k, RunsReader) != isinstance(v, RunsReader):
+        return "runs of channels of several widths on one side alone"
     least, stripe = least_tile(k, v, capability or str(BULK)), WARPS * span_of(k, v)
     if capacity < least:
         return f"a body of {capacity} tokens, fewer than one tile of {least}"
@@ -110,6 +113,8 @@ def _unread(reader: Reader, turned: bool = False) -> str | None:
         return _unread(reader.inner, turned=True)
     if isinstance(reader, PolarReader) and not turned:
         return _unread_polar(reader)
+    if isinstance(reader, RunsReader):
+        return None
     if not isinstance(reader, (GroupedReader, CodebookReader)):
         return f"{type(reader).__name__}, not uniform groups, tables or rows"
     served = SUPPORTED_BITS if isinstance(reader, GroupedReader) else TABLE_BITS
@@ -137,8 +142,10 @@ def _unread_polar(reader: PolarReader) -> str | None:
 
 
 def span_of(k: Reader, v: Reader) -> int:
-    """Return the tokens that a warp reads at a time: a span, or half of one if all are rows in full
-    precision, of which a tile takes much shared memory."""
+    """Return the tokens that a warp reads at a time: a span; half of one if all are rows in full
+    precision, of which a tile takes much shared memory; or two for runs of channels."""
+    if isinstance(v, RunsReader):
+        return 2 * SPAN
     return SPAN if k.packed or v.packed else SPAN // 2
 
 
@@ -195,14 +202,18 @@ def tuning_for(k: Reader, v: Reader, columns: int, capacity: int, capability: st
     shared = SHARED_BYTES.get(capability, min(SHARED_BYTES.values()))
     beside = OTHER_SHARED_BYTES + 4 * STRIPE * columns  # for reductions
     of_token = k.row_bytes + v.row_bytes
-    if k.turns:  # cosines and sines, of each span and of the distances in one
+    runs = isinstance(k, RunsReader)
+    if runs:  # cosines and sines: for each warp's part of a tile, and of 16 rows twice
+        of_warp = 4 * k.channels
+        beside, of_token = beside + (2 * 16 + 1) * of_warp, of_token + 2 + of_warp // (2 * SPAN)
+    elif k.turns:  # cosines and sines, of each span and of the distances in one
         of_span = 2 * math.prod(k.chunks)
         beside, of_token = beside + SPAN * of_span, of_token + of_span // SPAN
     if isinstance(k, PolarReader):  # steps and least values of groups
         of_token += 4 * math.prod(k.chunks) // k.group
     if k.adds_scores:  # at most as many as columns
         of_token += 4 * columns
-    crowded = k.chunks[0] * k.chunks[1] > 128 or columns > 8
+    crowded = k.chunks[0] * k.chunks[1] > (64 if runs else 128) or columns > 8
     stripe, least = WARPS * span_of(k, v), least_tile(k, v, capability)
     tiles = [tile for tile in (2 * stripe, stripe) if least <= tile <= capacity]
     for tile in tiles[-1:] if crowded else tiles:

@@ -37,6 +37,8 @@ from pallas_kernels.tiles.tile import Tile
 
 LONGEST_TILE = 128
 
+QueriesAndPartners = tuple[Float16[Array, "GP W"], Float16[Array, "GP W"]]  # and their partners
+
 
 @dataclasses.dataclass(frozen=True)
 class RotatedReader(Reader):
@@ -257,3 +259,12 @@ def rotated(
     less = "{ .reg .b32 t; mul.rn.f16x2 t, $2, $4; neg.f16x2 t, t; fma.rn.f16x2 $0, $1, $3, t; }"
     more = "{ .reg .b32 t; mul.rn.f16x2 t, $1, $4; fma.rn.f16x2 $0, $2, $3, t; }"
     return half2(less, first, second, cos, sin), half2(more, first, second, cos, sin)
+
+
+def turned_back(
+    queries: QueriesAndPartners, angles: Sequence[Float16[Array, " W"]], asm: bool
+) -> QueriesAndPartners:
+    """Return (q cos + partner sin, partner cos - q sin). angles: cos and -sin."""
+    cos, minus_sin = (jnp.broadcast_to(table[None, :], queries[0].shape) for table in angles)
+    first, second = rotated(*queries, cos, minus_sin, asm)
+    return joined(first), joined(second)

@@ -36,7 +36,7 @@ from jaxtyping import Array, Float, Float16, Int
 from pallas_kernels.angles import cos_and_sin
 from pallas_kernels.decode_attention.partial_attention import PartialAttention
 from pallas_kernels.readers.base import LoopStep, Reader, SlotRows
-from pallas_kernels.readers.rotary import rotated
+from pallas_kernels.readers.rotary import turned_back
 from pallas_kernels.readers.run_chunks import (
     ROWS,
     RUN,
@@ -63,8 +63,6 @@ from pallas_kernels.tiles.words import Bit, SingleWords, paired
 
 PER_OCTAVE = 8  # steps of the tokens' factors in a factor of 2
 TOGETHER = 4  # slots of a step: with all 16, compilers take minutes (docs/kernels.md)
-
-QueriesAndPartners = tuple[Float16[Array, "GP W"], Float16[Array, "GP W"]]  # and their partners
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +107,8 @@ class RunsReader(Reader):
         return sum(layout.channels for layout in self.layouts)
 
     @property
-    def _pieces(self) -> tuple[tuple[RunPiece, ...], ...]:
+    def pieces(self) -> tuple[tuple[RunPiece, ...], ...]:
+        """Return the content of each stored chunk."""
         return pieces_of_chunks(self.layouts)
 
     @property
@@ -122,11 +121,12 @@ class RunsReader(Reader):
         )
 
     @property
-    def _words(self) -> int:
+    def words_count(self) -> int:
+        """Return the number of stored arrays of words, which come first."""
         return sum(len(layout.sets) for layout in self.layouts)
 
     def arrays(self, stored: Sequence[Array]) -> tuple[Array, ...]:
-        words, scale = stored[: self._words], stored[self._words]
+        words, scale = stored[: self.words_count], stored[self.words_count]
         shifts = [
             [TOGETHER * part // unit * unit for part in range(self.parts)]
             for unit in (TOGETHER, 2 * TOGETHER)
@@ -143,7 +143,7 @@ class RunsReader(Reader):
 
     def _steps(self, stored: Sequence[Array]) -> Float[Array, " stored"]:
         """Return the step of each stored channel."""
-        steps = stored[self._words + 1]
+        steps = stored[self.words_count + 1]
         return jnp.concatenate(
             [jnp.broadcast_to(steps[layout.bits - 1], layout.channels) for layout in self.layouts]
         )
@@ -154,8 +154,8 @@ class RunsReader(Reader):
         """Read x of a chunk of stored channels, exactly, for the tokens of each slot of the part.
         Lanes without a channel have code 0.
         """
-        pieces = self._pieces[chunk]
-        planes, shifts = planes_of_chunk(self.layouts, refs, pieces), refs[self._words + 1]
+        pieces = self.pieces[chunk]
+        planes, shifts = planes_of_chunk(self.layouts, refs, pieces), refs[self.words_count + 1]
         tiles, by = [], []
         for (_, bits), halves in planes.items():
             first = jnp.int32(0) if bits <= TOGETHER else lax.rem(TOGETHER * tile.part, bits)
@@ -188,7 +188,7 @@ class RunsReader(Reader):
         self, refs: Sequence[Any], slot: int, tile: Tile, asm: bool
     ) -> Float[Array, "16 1"]:
         """Return g of the tokens of a slot. It is finite, whatever unused capacity holds."""
-        scale = refs[self._words][
+        scale = refs[self.words_count][
             pl.ds(tile.offset(SPAN), TILE // SPAN), TOGETHER * tile.part + slot, :
         ].reshape(ROWS)
         return exp2(scale.astype(jnp.float32) * (1 / PER_OCTAVE), asm)[:, None]
@@ -221,26 +221,35 @@ class RunsKeys(RunsReader):
         return self.channels // WIDTH, WIDTH
 
     def arrays(self, stored: Sequence[Array]) -> tuple[Array, ...]:
-        place, scale, mean = stored[self._words + 2 :][:3]
+        row = jnp.arange(ROWS, dtype=jnp.int32)
+        tables = self.row_tables(stored, row // RUN * SPAN + row % RUN)
+        return (*super().arrays(stored), *(table[None] for table in tables))
+
+    def row_tables(
+        self, stored: Sequence[Array], distances: Int[Array, " n"]
+    ) -> list[Float16[Array, "K n H"]]:
+        """Return s step times cosines and sines of distances, and the means times them, in the
+        order of the lanes.
+        """
+        place, scale, mean = stored[self.words_count + 2 :][:3]
         order = self._in_chunks(jnp.argsort(place, axis=-1))
         scale, mean = (jnp.take_along_axis(a, order, axis=-1) for a in (scale, mean))
         steps = self._in_chunks(jnp.pad(self._steps(stored), (0, self.channels - self.stored)))
-        row = jnp.arange(ROWS, dtype=jnp.int32)
-        cos, sin = self._angles(stored, row // RUN * SPAN + row % RUN)
-        tables = [
-            amount[:, None] * table
-            for amount in (scale * steps[None], mean)
-            for table in (cos, sin)
-        ]
-        return (*super().arrays(stored), *(table.astype(jnp.float16)[None] for table in tables))
+        cos, sin = self.angles(stored, distances)
+        amounts = (scale * steps[None])[:, None], mean[:, None]
+        return [(a * table).astype(jnp.float16) for a in amounts for table in (cos, sin)]
+
+    def ordered(self, q: Float[Array, "B K GP H"], stored: Sequence[Array]) -> Array:
+        """Return the queries in the order of the lanes, times RoPE's attention factor."""
+        place, attention = stored[self.words_count + 2], stored[-1]
+        order = self._in_chunks(jnp.argsort(place, axis=-1))
+        return jnp.take_along_axis(q * attention, order[None, :, None], axis=-1)
 
     def query(self, q: Float[Array, "B K GP H"], stored: Sequence[Array]) -> tuple[Array, ...]:
-        place, attention = stored[self._words + 2], stored[-1]
-        order = self._in_chunks(jnp.argsort(place, axis=-1))
-        ordered = jnp.take_along_axis(q * attention, order[None, :, None], axis=-1)
+        ordered = self.ordered(q, stored)
         pairs = ordered.reshape(*q.shape[:3], self.channels // 2, 2)
         partners = jnp.stack([pairs[..., 1], -pairs[..., 0]], axis=-1).reshape(q.shape)
-        capacity = stored[self._words].shape[2]
+        capacity = stored[self.words_count].shape[2]
         counts = -(-capacity // TILE), self.parts
         tiles, parts = (jnp.arange(count, dtype=jnp.int32) for count in counts)
         starts = jnp.minimum(TILE * tiles, capacity - TILE)
@@ -248,7 +257,7 @@ class RunsKeys(RunsReader):
         tables = [
             sign * table
             for positions in (starts.reshape(-1), jnp.full(1, RUN))
-            for sign, table in zip((1, -1), self._angles(stored, positions), strict=True)
+            for sign, table in zip((1, -1), self.angles(stored, positions), strict=True)
         ]
         count, width = self.chunks
         cuts = (
@@ -257,11 +266,11 @@ class RunsKeys(RunsReader):
         )
         return query_planes(ordered, count), query_planes(partners, count), *cuts
 
-    def _angles(
+    def angles(
         self, stored: Sequence[Array], positions: Int[Array, " n"]
     ) -> tuple[Float[Array, "K n H"], Float[Array, "K n H"]]:
         """Return the cosines and sines of position * frequency, in the order of the lanes."""
-        place, frequencies = stored[self._words + 2], stored[-2]
+        place, frequencies = stored[self.words_count + 2], stored[-2]
         pair = self._in_chunks(jnp.argsort(place, axis=-1)) % (self.channels // 2)
         cos, sin = cos_and_sin(positions, frequencies)
         return jnp.moveaxis(cos[:, pair], 0, 1), jnp.moveaxis(sin[:, pair], 0, 1)
@@ -294,16 +303,18 @@ class RunsKeys(RunsReader):
         *sums: Float[Array, "16 GP"],
     ) -> list[Float[Array, "16 GP"]]:
         """Add a chunk of channels to the sums of each slot (of its codes, then of the means)."""
-        turned = _turned_back(
+        turned = turned_back(
             (query[0][chunk], query[1][chunk]), [table[start, chunk] for table in query[2:4]], asm
         )
         of_chunk = pl.ds(WIDTH * chunk, WIDTH)
-        cos, sin, mean_cos, mean_sin = (table[:, of_chunk] for table in refs[self._words + 2 :])
-        numbers = self._numbers(refs, chunk, tile, 1, asm) if chunk < len(self._pieces) else []
+        cos, sin, mean_cos, mean_sin = (
+            table[:, of_chunk] for table in refs[self.words_count + 2 :]
+        )
+        numbers = self._numbers(refs, chunk, tile, 1, asm) if chunk < len(self.pieces) else []
         slot_turn = [table[0, chunk] for table in query[4:6]]
         added = []
         for slot in range(TOGETHER):
-            turned = _turned_back(turned, slot_turn, asm) if slot else turned
+            turned = turned_back(turned, slot_turn, asm) if slot else turned
             codes, means = sums[2 * slot : 2 * slot + 2]
             if numbers:
                 codes = (
@@ -338,7 +349,7 @@ class RunsValues(RunsReader):
 
     @property
     def chunks(self) -> tuple[int, int]:
-        return len(self._pieces), WIDTH
+        return len(self.pieces), WIDTH
 
     @property
     def weight_exponent(self) -> int:
@@ -352,7 +363,7 @@ class RunsValues(RunsReader):
         self, part: PartialAttention, stored: Sequence[Array], first: int = 0
     ) -> PartialAttention:
         synthesis, mean = (
-            array[first : first + part.o.shape[1]] for array in stored[self._words + 2 :]
+            array[first : first + part.o.shape[1]] for array in stored[self.words_count + 2 :]
         )
         sums = (
             taken(part.o[..., : self.stored], np.argsort(self._order)[: self.stored])
@@ -386,12 +397,3 @@ class RunsValues(RunsReader):
             for numbers, half in zip(self._numbers(refs, chunk, tile, 0, asm), halves, strict=True):
                 sums[chunk] = sums[chunk] + dot(joined(numbers), half, (0, 0))
         return sums
-
-
-def _turned_back(
-    queries: QueriesAndPartners, angles: Sequence[Float16[Array, " W"]], asm: bool
-) -> QueriesAndPartners:
-    """Return (q cos + partner sin, partner cos - q sin). angles: cos and -sin."""
-    cos, minus_sin = (jnp.broadcast_to(table[None, :], queries[0].shape) for table in angles)
-    first, second = rotated(*queries, cos, minus_sin, asm)
-    return joined(first), joined(second)

@@ -37,6 +37,7 @@ from tests.pallas_kernels.harness import (
 from tests.pallas_kernels.kernel_cases import (
     CASES,
     POLAR,
+    RUNS,
     codebook,
     innerq,
     kivi,
@@ -56,6 +57,7 @@ WIDE |= {f"kivi4_h64_g4_size128{turned}": Lengths(256, (0, 95, 250)) for turned 
 WIDE |= {"m4n4_size128_h64_g4": Lengths(256, (0, 95, 250))}
 WIDE |= dict.fromkeys(("m4n4_size64_h256_g1", "m4n2_size64_h64_g9"), Lengths(192, (0, 95, 192)))
 WIDE |= {"rows_h64_g4": Lengths(137, (0, 63, 137))}  # rows need no whole spans
+WIDE |= {case.id: case.short for case in RUNS}  # tiles of 256 tokens
 TUNING = Tuning(128, stages=2, cores=5, resident=1)  # fewer programs than rows and heads
 
 
@@ -115,20 +117,25 @@ GRID = (
     ),
     in_polar_form(6, 2, 32, 64, 2, None),
     in_polar_form(5, 1, 32, 128, 4, None),
+    *RUNS,
 )
 # Words that one, two and four tokens share, in one and two plane sets; 8 and 16 query columns.
 USUAL = ("innerq2_hybrid_h64_g4", "kivi2_h64_g9_size32", "table4_token_h64_g9", "rows_h64_g4")
-USUAL += ("kivi4_h64_g9_size32_turned", "m4n2_size64_h64_g9")
+USUAL += ("kivi4_h64_g9_size32_turned", "m4n2_size64_h64_g9", RUNS[2].id)
 
 
 def usual_of(cases: tuple[KernelCase, ...]) -> list[KernelCase]:
     return [case for case in cases if case.id in USUAL]
 
 
+def tuning_of(case: KernelCase) -> Tuning:
+    return dataclasses.replace(TUNING, tile=256) if case in RUNS else TUNING
+
+
 def each(cases: tuple[KernelCase, ...]) -> pytest.MarkDecorator:
     lengths = [WIDE.get(case.id, LENGTHS) for case in cases]
     cases = tuple(
-        dataclasses.replace(case, short=of_case, long=of_case, tuning=TUNING)
+        dataclasses.replace(case, short=of_case, long=of_case, tuning=tuning_of(case))
         for case, of_case in zip(cases, lengths, strict=True)
     )
     return pytest.mark.parametrize("case", some(cases, usual_of(cases)), ids=lambda case: case.id)
@@ -145,7 +152,7 @@ def test_attention_equals_its_reference_without_a_race(case: KernelCase):
 @each(
     (
         *(innerq(2, "sym", 64), innerq(2, "asym", 64), kivi(2, 64), looked_up(3, 32, 64)),
-        *(rows(64, 4), turned(kivi(2, 64)), in_polar_form(4, 4, 32, 64, 4, None)),
+        *(rows(64, 4), turned(kivi(2, 64)), in_polar_form(4, 4, 32, 64, 4, None), RUNS[1]),
     )
 )
 def test_what_lies_behind_a_limit_changes_nothing(case: KernelCase):
@@ -198,7 +205,10 @@ def test_keys_of_a_shard_are_rotated_to_the_positions_of_its_blocks(block: int):
 @needs_mosaic
 @pytest.mark.parametrize(
     "case",
-    [innerq(3, "sym", 128), looked_up(3, 32, 128), rows(256, 4), turned(kivi(2, 128)), POLAR[0]],
+    [
+        *(innerq(3, "sym", 128), looked_up(3, 32, 128), rows(256, 4), turned(kivi(2, 128))),
+        *(POLAR[0], RUNS[4]),
+    ],
     ids=lambda case: case.id,
 )
 def test_a_kernel_lowers_for_cuda_without_triton(case: KernelCase):

@@ -1,6 +1,8 @@
 """The self-test of a kernel on Mosaic GPU covers appending, blocks of tables among them, and
 notices numbers that differ. Interpreted on both sides."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
@@ -12,7 +14,9 @@ from pallas_kernels.readers.codebook import CodebookReader
 from pallas_kernels.readers.dense import DenseReader
 from pallas_kernels.readers.polar import PolarReader
 from pallas_kernels.readers.rotary import RotatedReader
+from pallas_kernels.readers.runs import RunsKeys, RunsValues
 from pallas_kernels.tiles.layout import SPAN, plane_layout
+from tests.pallas_kernels.run_sides import run_layouts
 
 MOSAIC = Launch(interpret=True, route="mosaic")
 
@@ -36,16 +40,26 @@ def test_tables_are_appended_as_by_the_other_route(keys: Reader):
         assert self_test._compare(wrong, expected), f"{name} would pass"
 
 
+def polar_keys() -> self_test.Format:
+    keys = PolarReader(plane_layout(8, 32, SPAN), 4, 128)
+    return self_test.Format(keys, DenseReader(64, "bfloat16"), 2, "mosaic")
+
+
+def runs_of_channels() -> self_test.Format:
+    """Return keys before RoPE, as their windows are."""
+    layouts = tuple(run_layouts("54332110", 64))
+    return self_test.Format(RunsKeys(layouts, 64), RunsValues(layouts, 64), 2, "mosaic")
+
+
 @pytest.mark.exhaustive
 @pytest.mark.skipif(bool(route.missing()), reason=route.missing() or "")
-def test_polar_keys_and_windows_beside_them_are_tested():
-    keys = PolarReader(plane_layout(8, 32, SPAN), 4, 128)
-    format = self_test.Format(keys, DenseReader(64, "bfloat16"), 2, "mosaic")
+@pytest.mark.parametrize("format_of", [polar_keys, runs_of_channels])
+def test_a_format_and_the_windows_beside_it_are_tested(format_of: Callable[[], self_test.Format]):
     outputs, expected = (
-        self_test._outputs(format, launch, None) for launch in (MOSAIC, self_test.INTERPRETED)
+        self_test._outputs(format_of(), launch, None) for launch in (MOSAIC, self_test.INTERPRETED)
     )
     assert self_test._compare(outputs, expected) is None
     assert {"attention", "attention over windows"} <= set(outputs) & set(expected)
     for name in ("attention", "attention over windows"):
-        wrong = dict(outputs) | {name: 1.02 * outputs[name]}
+        wrong = dict(outputs) | {name: 1.03 * outputs[name]}
         assert self_test._compare(wrong, expected), f"{name} would pass"
