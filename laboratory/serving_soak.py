@@ -29,12 +29,13 @@ import kvq_jax as kvq
 from benchmarks.markdown import head, table
 from benchmarks.model_names import model_words, shown
 from benchmarks.report_file import Report, from_json, header
-from benchmarks.resources import mappings, resident_bytes
+from benchmarks.resources import resident_bytes
 from kvq_models import load_llama, prepare
 from kvq_models.inference.engine.engine import Engine
 from kvq_models.inference.engine.requests import Ended, Request, Token
 from kvq_models.inference.sampling import Sampling
 from kvq_tools.evaluation.journal import Journal
+from kvq_tools.evaluation.program_memory import mappings
 from laboratory.soak import COMPILED, LINES
 from laboratory.study import run_study, study_parser
 

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 import jax
@@ -292,32 +292,39 @@ ATTENTIONS = (
 )
 
 
-COMPARED = ("cache", "GPU", "budget", "Mosaic GPU", "registers", "Triton, assembly")
+TARGETS = ("h200", "a100", "b200", "l40")  # of Mosaic GPU's counts
+TRITONS = TARGETS[:2]
+COMPARED = (
+    *("cache", "budget, h200", *TARGETS),
+    *(f"Triton, {target}" for target in TRITONS),
+)
 
 
 def compared(rows: Iterable[KernelReport], others: Iterable[KernelReport]) -> list[tuple[str, ...]]:
-    """Return lines under COMPARED: instructions for each element of Mosaic GPU's kernels, and of
-    Triton's in assembly if they are among the rows or the others."""
+    """Return lines under COMPARED: instructions for each element of Mosaic GPU's kernels on each
+    GPU, and of Triton's in assembly if they are among the rows or the others."""
     rows = list(rows)
     of_triton = {(row.name.removesuffix(", asm"), row.target): row for row in others}
     of_triton |= {(row.name.removesuffix(", triton"), row.target): row for row in rows}
-    lines = []
-    for row in rows:
-        name = row.name.removesuffix(", mosaic")
-        if name == row.name:
-            continue
-        other = of_triton.get((name, row.target))
-        lines.append(
-            (
-                named_by_spec(name),
-                row.target,
-                f"{row.budget:.2f}",
-                f"{row.instructions_per_element:.2f}",
-                str(row.registers),
-                "" if other is None else f"{other.instructions_per_element:.2f}",
-            )
+    of_mosaic = {
+        (row.name.removesuffix(", mosaic"), row.target): row
+        for row in rows
+        if row.name.endswith(", mosaic")
+    }
+
+    def count(routes: Mapping[tuple[str, str], KernelReport], *key: str) -> str:
+        row = routes.get((key[0], key[1]))
+        return "" if row is None else f"{row.instructions_per_element:.2f}"
+
+    return [
+        (
+            named_by_spec(name),
+            f"{of_mosaic[name, H200.name].budget:.2f}" if (name, H200.name) in of_mosaic else "",
+            *(count(of_mosaic, name, target) for target in TARGETS),
+            *(count(of_triton, name, target) for target in TRITONS),
         )
-    return lines
+        for name in dict.fromkeys(name for name, _ in of_mosaic)
+    ]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -29,7 +29,7 @@ from pallas_kernels.decode_attention.partial_attention import NEG_INF
 from pallas_kernels.decode_attention.schedule import Pieces, Schedule, TileRun
 from pallas_kernels.decode_attention.tuning import Tuning
 from pallas_kernels.mosaic.codebook import CodebookKeys, CodebookValues
-from pallas_kernels.mosaic.copies import copy_few, is_small
+from pallas_kernels.mosaic.copies import copy
 from pallas_kernels.mosaic.dense import DenseKeys, DenseValues
 from pallas_kernels.mosaic.grouped import GroupedKeys, GroupedValues
 from pallas_kernels.mosaic.matrices import Matrices, on_rows, on_warps, splat
@@ -103,7 +103,7 @@ class Block:
             (self.keys, self.values), self.arrays, self.buffers, strict=True
         ):
             for source, target in side.copies(arrays, buffers, unit, tokens, slot):
-                _copy(source, target, None if self.barriers is None else self.barriers.at[slot])
+                copy(source, target, None if self.barriers is None else self.barriers.at[slot])
 
     def release(self) -> None:
         """Let copies overwrite what all warps have read. Asynchronous copies of older GPUs wait for
@@ -219,17 +219,6 @@ class Block:
         return weights.astype(self.values.weights_dtype)
 
 
-def _copy(source: Any, target: Any, barrier: Any) -> None:
-    """Begin a copy to shared memory, by the copy engine if there is a barrier."""
-    if barrier is None and is_small(target):
-        copy_few(source, target)
-    elif barrier is None:
-        inside = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
-        plgpu.copy_gmem_to_smem(source, target, oob_mode=inside)
-    else:
-        plgpu.copy_gmem_to_smem(source, target, barrier)
-
-
 def store_merged(outputs: Sequence[Any], carry: Any, ops: Matrices) -> None:
     """Merge the warps' parts (`Block.attend`) and store m [1, R], l [1, R] and o [H, R]."""
     (m_ref, l_ref, o_ref), (largest, total, *sums) = outputs, carry
@@ -341,7 +330,7 @@ def attention_in_pieces(
 
         def copy_fixed(head: Any) -> None:
             for source, target in zip(of_block, scratch[counts[0] : ends[0]], strict=True):
-                _copy(source.at[head], target, scratch[-1] if bulk else None)
+                copy(source.at[head], target, scratch[-1] if bulk else None)
             plgpu.barrier_wait(scratch[-1]) if bulk else plgpu.wait_gmem_to_smem(0)
 
         of_heads = bool(fixed) and fixed[0].shape[0] > 1
