@@ -1,8 +1,9 @@
 """Asynchronous copies to shared memory: by the copy engine, by all threads of a block, or by some
 of them, 16 bytes each, if there are too few bytes for all."""
 
-# pyright: reportArgumentType=false
-# the stubs of MLIR do not say how many results inline assembly has
+# pyright: reportArgumentType=false, reportCallIssue=false
+# the stubs of MLIR do not say how many results inline assembly has, nor those of Pallas that a copy
+# without a barrier is one
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def gathered(
         pointer = llvm.addrspacecast(llvm.PointerType.get(_GLOBAL), utils.memref_ptr(ref))
         each = 2 if together else width
 
-        def load(place: ir.Value) -> list[ir.Value]:
+        def load(place: ir.Value) -> list[Any]:
             at = utils.getelementptr(pointer, [place], stored)
             alignment = each * utils.bytewidth(kind)
             if each == 1:
@@ -96,7 +96,7 @@ def gathered(
             else:
                 both = llvm.load(ir.VectorType.get((each,), kind), at, alignment=alignment)
                 numbers = [element(both, i) for i in range(each)]
-            return [arith.extui(wanted, x) for x in numbers] if widened else numbers
+            return [arith.extui(wanted, x) if widened else x for x in numbers]
 
         arrays = [np.empty(places.registers.shape, dtype=object) for _ in range(width)]
         pair = ir.VectorType.get((2,), wanted)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int32, Shaped, UInt8, UInt16, UInt32
 
@@ -72,7 +73,7 @@ class TabledMatrix(Multiplied):
 
     @property
     def sharding(self) -> Any:
-        return None if isinstance(self.codes, jax.core.Tracer) else self.codes.sharding
+        return None if isinstance(self.codes, Tracer) else self.codes.sharding
 
     @staticmethod
     def of_rows(x: Float[Array, "T I"], weights: tuple[Any, ...]) -> list[Float[Array, "T _"]]:
