@@ -2,8 +2,8 @@
 of them, 16 bytes each, if there are too few bytes for all."""
 
 # pyright: reportArgumentType=false, reportCallIssue=false
-# the stubs of MLIR do not say how many results inline assembly has, nor those of Pallas that a copy
-# without a barrier is one
+# The stubs of MLIR do not say how many results inline assembly has, and those of Pallas give every
+# copy a barrier.
 
 from __future__ import annotations
 
