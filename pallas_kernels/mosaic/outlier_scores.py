@@ -1,4 +1,4 @@
-"""What outliers of keys add to scores, in one launch before attention.
+"""Sum the contributions of outliers of keys to scores, in one launch before attention.
 
     scores    sum over the slots of a head and token    residual * q[channel]
 

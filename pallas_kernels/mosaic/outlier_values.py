@@ -1,5 +1,5 @@
-"""What outliers of values add to weighted values, in one launch after attention, from the scores
-and the largest scores of pieces that it leaves.
+"""Sum the contributions of outliers of values to weighted values, in one launch after attention,
+from the scores and the largest scores of pieces that it leaves.
 
     m of a tile's pieces,   l = 0,   o[h, r] = sum of 2^(score[r] - m[r]) residual
                                                over the slots at channel h
