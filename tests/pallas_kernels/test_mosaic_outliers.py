@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from pallas_kernels.decode_attention import kernel
-from pallas_kernels.decode_attention.tuning import Tuning
 from pallas_kernels.launch import Launch
 from pallas_kernels.mosaic import route
 from pallas_kernels.readers.codebook import CodebookReader
@@ -29,13 +28,9 @@ from tests.pallas_kernels.harness import (
     outputs,
 )
 from tests.pallas_kernels.kernel_cases import codebook
+from tests.pallas_kernels.test_mosaic import INTERPRETED, LENGTHS, TUNING
 
 pytestmark = pytest.mark.skipif(bool(route.missing()), reason=route.missing() or "")
-
-INTERPRETED = Launch(interpret=True, route="mosaic")
-# As in test_mosaic.py: the last tile moves back, and some of its warps have no live token.
-LENGTHS = Lengths(160, (0, 31, 160))
-TUNING = Tuning(128, stages=2, cores=5, resident=1)
 
 
 def sparse(bits: int, head_dim: int, group: int = 4, slots: tuple[int, int] = (4, 4)) -> KernelCase:

@@ -77,7 +77,18 @@ class PackedWeight:
 
 
 class Multiplied(PackedWeight):
-    """A matrix [I, O] that rows of activations are multiplied by."""
+    """A matrix [I, O] that rows of activations are multiplied by. value_dtype: of `dequantized`."""
+
+    codes: Array
+    value_dtype: str
+
+    @property
+    def dtype(self) -> np.dtype:
+        return jnp.dtype(self.value_dtype)
+
+    @property
+    def sharding(self) -> Any:
+        return None if isinstance(self.codes, Tracer) else self.codes.sharding
 
     @staticmethod
     def of_rows(x: Float[Array, "T I"], weights: tuple[Any, ...]) -> list[Float[Array, "T _"]]:
@@ -152,14 +163,6 @@ class PackedMatrix(Multiplied):
     @property
     def shape(self) -> tuple[int, int]:  # type: ignore[override]  # counted from the arrays
         return self.codes.shape[1] * _INPUTS[self.bits], self.outputs
-
-    @property
-    def dtype(self) -> np.dtype:
-        return jnp.dtype(self.value_dtype)
-
-    @property
-    def sharding(self) -> Any:
-        return None if isinstance(self.codes, Tracer) else self.codes.sharding
 
     @staticmethod
     def of_rows(x: Float[Array, "T I"], weights: tuple[Any, ...]) -> list[Float[Array, "T _"]]:

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import Tracer
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int32, Shaped, UInt8, UInt16, UInt32
 
@@ -62,18 +61,10 @@ class TabledMatrix(Multiplied):
         return self.codes.shape[1] * WORD, self.codes.shape[0]
 
     @property
-    def dtype(self) -> np.dtype:
-        return jnp.dtype(self.value_dtype)
-
-    @property
     def arrays(self) -> tuple[Array, ...]:
         """Return the arrays, in the order of `tabled_products` and of TabledRows."""
         entries = self.sparse_starts, self.sparse_inputs, self.sparse_values
         return self.codes, self.levels, *entries
-
-    @property
-    def sharding(self) -> Any:
-        return None if isinstance(self.codes, Tracer) else self.codes.sharding
 
     @staticmethod
     def of_rows(x: Float[Array, "T I"], weights: tuple[Any, ...]) -> list[Float[Array, "T _"]]:
