@@ -91,7 +91,7 @@ def difference(
     Raises whatever stops the kernels from running, such as a full memory.
     """
     interpreted = INTERPRETED
-    if not has_triton():
+    if format.keys.off_triton or not has_triton():
         interpreted = dataclasses.replace(INTERPRETED, route="mosaic")
     return _compare(_outputs(format, launch, device), _outputs(format, interpreted, reference))
 
@@ -272,12 +272,9 @@ def _of_runs(reader: RunsReader, rng: np.random.Generator) -> Sequence[np.ndarra
     channels = reader.channels
     mean = rng.uniform(-1, 1, (HEADS, channels)).astype(np.float32)
     if not isinstance(reader, RunsKeys):
-        return [
-            (rng.standard_normal((HEADS, channels, channels)) / math.sqrt(channels)).astype(
-                np.float32
-            ),
-            mean,
-        ]
+        synthesis = rng.standard_normal((HEADS, channels, channels)) / math.sqrt(channels)
+        rope = _rope(channels) if reader.turns else []
+        return [synthesis.astype(np.float32), mean, *rope]
     pairs = np.stack([rng.permutation(channels // 2) for _ in range(HEADS)])
     place = np.concatenate([2 * pairs, 2 * pairs + 1], axis=-1).astype(np.int32)
     return [

@@ -206,6 +206,17 @@ def _waterfill(bits: str, k_widths: str, v_widths: str, *limits: float, **fields
     return _attention(f"waterfill, {bits} bits", sides, limits, fields)
 
 
+def _eigen(bits: str, k_widths: str, v_widths: str, *limits: float, **fields: Any) -> Attention:
+    """Return the same with keys in an eigenbasis, which a head's matrix makes keys of."""
+
+    def sides(channels: int) -> tuple[Stored, Stored]:
+        keys = runs(k_widths, channels, keys=True, eigen=True)
+        return keys, runs(v_widths, channels, keys=False)
+
+    name = f"waterfill in an eigenbasis, {bits} bits"
+    return _attention(name, sides, limits, fields | {"loop_spills": True})
+
+
 def _dense(*limits: float, **fields: Any) -> Attention:
     def sides(channels: int) -> tuple[Stored, Stored]:
         side = uniform(None, channels)
@@ -273,6 +284,11 @@ ATTENTIONS = (
     # tiles of 512 tokens if two blocks of a multiprocessor have room for them
     _waterfill("2.5", "54332110", "54332110", 5.7, 1.8, 25, channels=64, cap_spill_bytes=160),
     _waterfill("4", "65544322", "65544322", 6.2, 2.2, 25, channels=64, cap_spill_bytes=160),
+    # up to 28 spills in the loop (4 bits on an A100)
+    _eigen("2.5", "54332210", "54332110", 6.8, 1.75, 78, cap_spill_bytes=320),
+    _eigen("4", "65544332", "65544322", 7.5, 2.1, 86.5, cap_spill_bytes=640),
+    _eigen("2.5", "54332110", "54332110", 6.7, 1.95, 57, channels=64, cap_spill_bytes=384),
+    _eigen("4", "65544322", "65544322", 7.3, 2.4, 57, channels=64, cap_spill_bytes=160),
     _dense(2.1, 0.5, 8),
     _dense(2.7, 0.6, 8, channels=64),  # 1.95 on an H200, 2.59 on an L40, whose tiles are shorter
     _dense(1.8, 0.3, 8, channels=256),

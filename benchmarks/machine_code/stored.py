@@ -118,8 +118,9 @@ def polar(angle_bits: int, radius_bits: int, group: int, channels: int) -> Store
     return reader, stored, 8 * stored_bytes / (BATCH * KV_HEADS * TOKENS * channels)
 
 
-def runs(widths: str, channels: int, *, keys: bool) -> Stored:
-    """Return keys before RoPE or values in chunks of these widths, a digit for each."""
+def runs(widths: str, channels: int, *, keys: bool, eigen: bool = False) -> Stored:
+    """Return keys before RoPE, in an eigenbasis if `eigen`, or values in chunks of these widths, a
+    digit for each."""
     chunk = channels // len(widths)
     runs = [
         (int(width), chunk * len(list(same)))
@@ -127,7 +128,7 @@ def runs(widths: str, channels: int, *, keys: bool) -> Stored:
         if width != "0"
     ]
     layouts = [run_layout(width, of_run, 32) for width, of_run in runs]
-    reader = kernel_readers.runs(layouts, channels, pre_rope=keys)
+    reader = kernel_readers.runs(layouts, channels, pre_rope=keys, synthesis=eigen)
     assert isinstance(reader, Reader), reader
     f, row = jnp.float32, (KV_HEADS, channels)
     shapes: list[tuple[tuple[int, ...], Any]] = [
@@ -137,8 +138,10 @@ def runs(widths: str, channels: int, *, keys: bool) -> Stored:
     ]
     shapes.append(((BATCH, KV_HEADS, TOKENS), jnp.int8))
     stored_bytes = sum(math.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in shapes)
-    of_keys = [(row, jnp.int32), (row, f), (row, f), ((channels // 2,), f), ((), f)]
-    shapes += [((8,), f), *(of_keys if keys else [((*row, channels), f), (row, f)])]
+    in_pairs = [(row, jnp.int32), (row, f), (row, f)]
+    in_eigenbasis = [((*row, channels), f), (row, f)]
+    rope = [((channels // 2,), f), ((), f)] if keys else []
+    shapes += [((8,), f), *(in_pairs if keys and not eigen else in_eigenbasis), *rope]
     return (
         reader,
         [jax.ShapeDtypeStruct(*shape) for shape in shapes],

@@ -53,10 +53,10 @@ class Verdict:
 def arithmetic_of(plan: LayerPlan, query_heads: int) -> Arithmetic:
     """Return the arithmetic of the kernels that can serve this layer on this process's device. The
     first call for a format compiles for seconds."""
-    device = jax.local_devices()[0]
-    if device.platform != "gpu":
+    device, format = jax.local_devices()[0], format_of(plan, query_heads)
+    if device.platform != "gpu" or format.keys.off_triton:
         return "jnp"
-    return "asm" if verdict(format_of(plan, query_heads), device).difference is None else "jnp"
+    return "asm" if verdict(format, device).difference is None else "jnp"
 
 
 def route_of(plan: LayerPlan, query_heads: int) -> KernelRoute:
@@ -111,9 +111,10 @@ def described(plans: Sequence[LayerPlan], query_heads: int) -> str:
     """Return, in one line, the arithmetic that the layers of these plans get here, and why. Kernels
     must be able to serve all of them. Formats that have no verdict yet are tested."""
     device = jax.local_devices()[0]
-    verdicts = [verdict(format_of(plan, query_heads), device) for plan in dict.fromkeys(plans)]
+    formats = [format_of(plan, query_heads) for plan in dict.fromkeys(plans)]
+    verdicts = [verdict(format, device) for format in formats if not format.keys.off_triton]
     if not verdicts:
-        return "no layer that kernels serve"
+        return "Mosaic GPU's" if formats else "no layer that kernels serve"
     if failed := next((one for one in verdicts if one.difference is not None), None):
         return (
             f"array operations where assembly fails its self-test on {failed.device}:"

@@ -103,8 +103,8 @@ def _unsupported_native(plan: LayerPlan, tokens: int) -> str | None:
 
 
 def _unsupported_fused(plan: LayerPlan, query_heads: int, tokens: int) -> str | None:
-    if (reason := no_triton()) and (other := arithmetic.not_by_mosaic(plan, query_heads)):
-        return f"{reason}. Mosaic GPU does without it, but not here: {other}"
+    if (reason := not_by_triton(plan)) and (other := arithmetic.not_by_mosaic(plan, query_heads)):
+        return f"{reason}. Mosaic GPU does not read it here: {other}"
     if tokens != 1:
         return f"{tokens} new tokens in one step; kernels take one"
     channels = plan.head_dim
@@ -156,6 +156,18 @@ def no_triton() -> str | None:
     return None
 
 
+def not_by_triton(plan: LayerPlan) -> str | None:
+    """Return, in one line, why Triton's kernels do not read this layer's body, or None if they read
+    whatever kernels do."""
+    if reason := no_triton():
+        return reason
+    for name, codec in zip("kv", plan.codecs, strict=False):
+        reader = codec.kernels.reader()
+        if not isinstance(reader, str) and reader.off_triton:
+            return f"{name}: {reader.off_triton}"
+    return None
+
+
 def no_device(kernels: Kernels = "pallas") -> str | None:
     """Return, in one line, why this process cannot run these kernels, or None if it can."""
     backend = jax.default_backend()
@@ -191,7 +203,7 @@ def choose(implementation: Implementation, plan: LayerPlan, query_heads: int, to
     if isinstance(implementation, Launch):
         reason = unsupported(plan, query_heads, tokens)
         if implementation.route == "triton":
-            reason = reason or no_triton()
+            reason = reason or not_by_triton(plan)
         if reason:
             raise ValueError(f"no kernel for this cache: {reason}")
         return _by_kernels(implementation)
@@ -238,10 +250,12 @@ def obstacle(kernels: Kernels | None, plan: LayerPlan, query_heads: int, tokens:
     read this layer, or None if they do."""
     kernels = kernels or _kernels_here()
     reason = no_device(kernels) or unsupported(plan, query_heads, tokens, kernels)
-    if reason or kernels == "native" or LAUNCH.interpret or not (missing := no_triton()):
+    if reason or kernels == "native" or not (missing := not_by_triton(plan)):
         return reason
+    if LAUNCH.interpret:
+        return missing if LAUNCH.route == "triton" else None
     other = arithmetic.no_mosaic(plan, query_heads)
-    return other and f"{missing}. Mosaic GPU does without it, but not on this GPU: {other}"
+    return other and f"{missing}. Mosaic GPU does not read it on this GPU: {other}"
 
 
 def _kernels_here() -> Kernels:

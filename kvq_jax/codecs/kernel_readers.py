@@ -154,9 +154,14 @@ def polar(
     return PolarReader(layout, angle_bits, group_size, scale_dtype)
 
 
-def runs(layouts: Sequence[PlaneLayout], channels: int, *, pre_rope: bool) -> Reader | str:
+def runs(
+    layouts: Sequence[PlaneLayout], channels: int, *, pre_rope: bool, synthesis: bool = False
+) -> Reader | str:
     """Return the reader of keys before RoPE, or of values, in runs of channels of one width, or one
-    line with the reason for none."""
+    line with the reason for none.
+
+    synthesis: keys that a matrix makes of their channels.
+    """
     if channels not in RUN_HEAD_DIMS:
         return (
             f"runs of channels at head_dim {channels}; kernels read them at"
@@ -170,9 +175,11 @@ def runs(layouts: Sequence[PlaneLayout], channels: int, *, pre_rope: bool) -> Re
             f"a run of {odd.channels} channels of {odd.bits} bits; kernels read runs of a multiple"
             f" of {RUN_CHANNELS} channels"
         )
+    from pallas_kernels.readers.eigen_keys import EigenKeys
     from pallas_kernels.readers.runs import RunsKeys, RunsValues
 
-    return (RunsKeys if pre_rope else RunsValues)(tuple(layouts), channels)
+    keys = EigenKeys if synthesis else RunsKeys
+    return (keys if pre_rope else RunsValues)(tuple(layouts), channels)
 
 
 def dense(channels: int, dtype: str) -> Reader | str:

@@ -31,6 +31,7 @@ from pallas_kernels.decode_attention.tuning import Tuning
 from pallas_kernels.mosaic.codebook import CodebookKeys, CodebookValues
 from pallas_kernels.mosaic.copies import copy
 from pallas_kernels.mosaic.dense import DenseKeys, DenseValues
+from pallas_kernels.mosaic.eigen_keys import EigenKeys
 from pallas_kernels.mosaic.grouped import GroupedKeys, GroupedValues
 from pallas_kernels.mosaic.matrices import Matrices, on_rows, on_warps, splat
 from pallas_kernels.mosaic.outlier_scores import outlier_scores
@@ -46,6 +47,7 @@ from pallas_kernels.mosaic.walk import Walk
 from pallas_kernels.readers.base import Reader
 from pallas_kernels.readers.codebook import CodebookReader
 from pallas_kernels.readers.dense import DenseReader
+from pallas_kernels.readers.eigen_keys import EigenKeys as EigenKeysReader
 from pallas_kernels.readers.grouped import GroupedReader
 from pallas_kernels.readers.polar import PolarReader
 from pallas_kernels.readers.rotary import RotatedReader
@@ -63,6 +65,7 @@ _SIDES: dict[type[Reader], tuple[Any, Any]] = {
     PolarReader: (PolarKeys, None),  # values have no angles
     RotatedReader: (RotatedKeys, None),  # values have no positions
     RunsKeysReader: (RunsKeys, None),
+    EigenKeysReader: (EigenKeys, None),
     RunsValuesReader: (None, RunsValues),
 }
 

@@ -23,9 +23,11 @@ from pallas_kernels.launch import Launch
 from pallas_kernels.readers.base import Reader
 from pallas_kernels.readers.codebook import CodebookReader
 from pallas_kernels.readers.dense import DenseReader
+from pallas_kernels.readers.eigen_keys import EigenKeys
 from pallas_kernels.readers.grouped import GroupedReader
 from pallas_kernels.readers.polar import PolarReader
 from pallas_kernels.readers.rotary import RotatedReader
+from pallas_kernels.readers.run_chunks import WIDTH
 from pallas_kernels.readers.runs import RunsReader
 from pallas_kernels.tiles.layout import SPAN, SUPPORTED_BITS, TABLE_BITS
 
@@ -206,6 +208,8 @@ def tuning_for(k: Reader, v: Reader, columns: int, capacity: int, capability: st
     if runs:  # cosines and sines: for each warp's part of a tile, and of 16 rows twice
         of_warp = 4 * k.channels
         beside, of_token = beside + (2 * 16 + 1) * of_warp, of_token + 2 + of_warp // (2 * SPAN)
+        if isinstance(k, EigenKeys):  # the matrix that makes keys of their channels
+            beside += 2 * k.channels * WIDTH * len(k.pieces)
     elif k.turns:  # cosines and sines, of each span and of the distances in one
         of_span = 2 * math.prod(k.chunks)
         beside, of_token = beside + SPAN * of_span, of_token + of_span // SPAN

@@ -25,7 +25,7 @@ off.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -51,6 +51,7 @@ from pallas_kernels.mosaic.run_words import (
     turned,
 )
 from pallas_kernels.mosaic.stripes import Stripe
+from pallas_kernels.readers.eigen_keys import EigenKeys as EigenKeysReader
 from pallas_kernels.readers.run_chunks import WIDTH, RunPiece
 from pallas_kernels.readers.runs import RunsKeys as KeysReader
 from pallas_kernels.readers.runs import RunsReader
@@ -172,8 +173,13 @@ class RunsSide:
 class RunsKeys(RunsSide):
     """Scores of a stripe of keys before RoPE."""
 
-    reader: KeysReader
+    reader: KeysReader | EigenKeysReader
     tile: int = STRIPE  # tokens
+
+    @property
+    def together(self) -> int:
+        """Return the number of slots whose codes are in registers at a time."""
+        return SLOTS
 
     @property
     def chunks(self) -> tuple[int, int]:
@@ -236,51 +242,63 @@ class RunsKeys(RunsSide):
     ) -> jax.Array:
         """Return log2(e) / sqrt(H) * q . R(position) k of a stripe's tokens, [WARPS, TOKENS,
         columns]. Scores of dead tokens may be anything."""
-        turned_back, tables, step = buffers[len(self.planes) + 1 :]
-        columns = query[0].shape[1]
+        turned_back, tables, step = buffers[len(self.planes) + 1 :][:3]
+        columns, planes = query[0].shape[1], list(query)
         none = splat((WARPS, ROWS, columns), 0.0)
         sums, means = [none] * SLOTS, [none] * SLOTS
-        for chunk, q in enumerate(query):
-            channels, matrices = pl.ds(WIDTH * chunk, WIDTH), pl.ds(2 * chunk, 2)
-            cos, sin, mean_cos, mean_sin = (
-                load_table(tables.at[i, matrices], ops.interpret) for i in range(4)
-            )
-            numbers = self._numbers(buffers, stripe, chunk, ops)
-            partner = swapped(q, ops.interpret)
-            for slot in range(SLOTS):
-                turns = [
-                    step.at[pl.ds(i, 1), channels]
-                    if slot
-                    else turned_back.at[stripe.slot, 2 * stripe.number + i, :, channels]
-                    for i in range(2)
-                ]
-                of_turn = (ops.load_rows(turn, columns) for turn in turns)
-                q = turned(q, partner, *of_turn, ops.interpret)
+        for first in range(0, SLOTS, self.together):
+            slots = range(first, first + self.together)
+            rows_of = self._rows(buffers, stripe, slots, ops)
+            for chunk, q in enumerate(planes):
+                channels, matrices = pl.ds(WIDTH * chunk, WIDTH), pl.ds(2 * chunk, 2)
+                cos, sin, mean_cos, mean_sin = (
+                    load_table(tables.at[i, matrices], ops.interpret) for i in range(4)
+                )
+                rows = rows_of(chunk)
                 partner = swapped(q, ops.interpret)
-                if numbers:
-                    sums[slot] = ops.product(sums[slot], numbers[slot] * cos, q)
-                    sums[slot] = ops.product(sums[slot], numbers[slot] * sin, partner)
-                means[slot] = ops.product(means[slot], mean_cos, q)
-                means[slot] = ops.product(means[slot], mean_sin, partner)
+                for i, slot in enumerate(slots):
+                    turns = [
+                        step.at[pl.ds(of_sin, 1), channels]
+                        if slot
+                        else turned_back.at[stripe.slot, 2 * stripe.number + of_sin, :, channels]
+                        for of_sin in range(2)
+                    ]
+                    of_turn = (ops.load_rows(turn, columns) for turn in turns)
+                    q = turned(q, partner, *of_turn, ops.interpret)
+                    partner = swapped(q, ops.interpret)
+                    if rows:
+                        sums[slot] = ops.product(sums[slot], rows[i] * cos, q)
+                        sums[slot] = ops.product(sums[slot], rows[i] * sin, partner)
+                    means[slot] = ops.product(means[slot], mean_cos, q)
+                    means[slot] = ops.product(means[slot], mean_sin, partner)
+                planes[chunk] = q
         factors = self.factors(buffers, stripe, columns, ops)
         return ops.stacked(sums, TOKENS) * factors + ops.stacked(means, TOKENS)
 
+    def _rows(
+        self, buffers: Sequence[Any], stripe: Stripe, slots: range, ops: Matrices
+    ) -> Callable[[int], list[jax.Array]]:
+        """Return what gives a chunk of (k - mu) / g without s and step, for each of the slots, or
+        none if it is not stored."""
+        return lambda chunk: self._numbers(buffers, stripe, chunk, slots, ops)
+
     def _numbers(
-        self, buffers: Sequence[Any], stripe: Stripe, chunk: int, ops: Matrices
+        self, buffers: Sequence[Any], stripe: Stripe, chunk: int, slots: range, ops: Matrices
     ) -> list[jax.Array]:
-        """Return x of a chunk for each slot, or none if it is not stored."""
+        """Return x of a chunk for each of the slots, or none if it is not stored."""
         if chunk >= len(self.reader.pieces):
             return []
         pieces = self.reader.pieces[chunk]
         of_pieces = [
             [
-                number - splat(number.shape, self._offset(piece, slot), jnp.float16)
-                for slot, number in enumerate(self._codes(buffers, stripe, piece, False, ops))
+                codes[slot] - splat(codes[slot].shape, self._offset(piece, slot), jnp.float16)
+                for slot in slots
             ]
             for piece in pieces
+            for codes in [self._codes(buffers, stripe, piece, False, ops)]
         ]
         if sum(piece.channels for piece in pieces) < WIDTH:
-            of_pieces.append([splat((WARPS, ROWS, SIDE), 0.0, jnp.float16)] * SLOTS)
+            of_pieces.append([splat((WARPS, ROWS, SIDE), 0.0, jnp.float16)] * len(slots))
         return [beside(parts, 2, ops.interpret) for parts in zip(*of_pieces, strict=True)]
 
 

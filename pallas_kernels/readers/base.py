@@ -142,6 +142,13 @@ class Reader(abc.ABC):
         """Return True if a tile may have tokens before those that count."""
         return self.parts == 1 and not (self.adds_scores or self.adds_values)
 
+    @property
+    def off_triton(self) -> str | None:
+        """Return, in one line, why Triton's kernels do not read this form, which Mosaic GPU's then
+        read alone, or None if they do.
+        """
+        return None
+
     def placed(self, sink: int, block: int, shards: int) -> Reader:
         """Return the reader of keys that begin after `sink` tokens, in a body whose blocks are
         dealt out to `shards` shards.

@@ -10,10 +10,10 @@ import sys
 
 import pytest
 
+from benchmarks.machine_code.attentions import ATTENTIONS, Attention
 from benchmarks.machine_code.case import Case
 from benchmarks.machine_code.compile import AbsentGpu
 from benchmarks.machine_code.report import Instructions, KernelReport
-from benchmarks.machine_code.attentions import ATTENTIONS, Attention
 from benchmarks.machine_code.target import ARCHITECTURES, BY_NAME
 from benchmarks.results_page import RESULTS
 from pallas_kernels.mosaic import route

@@ -155,12 +155,12 @@ POLAR = (
 )
 
 
-def runs(head_dim: int, keys: str, values: str, capacity: int) -> KernelCase:
-    """keys, values: the widths of chunks of equal size."""
+def runs(head_dim: int, keys: str, values: str, capacity: int, eigen: bool = False) -> KernelCase:
+    """keys, values: the widths of chunks of equal size. eigen: keys in an eigenbasis."""
     lengths = Lengths(capacity, (1, capacity - 37, capacity))
     return KernelCase(
-        f"runs_h{head_dim}_{keys}_{values}",
-        run_side(keys, keys=True),
+        f"{'eigen' if eigen else 'runs'}_h{head_dim}_{keys}_{values}",
+        run_side(keys, keys=True, eigen=eigen),
         run_side(values, keys=False),
         head_dim,
         4,
@@ -183,6 +183,13 @@ RUNS = (
     runs(64, "20000000", "32111000", 288),
     runs(128, "63322110", "55432100", 608),
     runs(128, "5433222111100000", "6543332222110000", 256),
+)
+
+EIGEN = (  # Mosaic GPU alone reads them
+    runs(64, "54332110", "65544322", 256, eigen=True),
+    runs(64, "20000000", "32111000", 288, eigen=True),
+    runs(128, "63322110", "55432100", 608, eigen=True),
+    runs(128, "8531222111100000", "6543332222110000", 256, eigen=True),
 )
 
 # for the products alone: tables of every width, with scales of each kind and dtype

@@ -27,13 +27,13 @@ def run_layouts(widths: str, head_dim: int, block: int = 32) -> list[PlaneLayout
     return [run_layout(width, chunk * count, block) for width, count in runs if width]
 
 
-def run_side(widths: str, *, keys: bool) -> Callable[[Shape, int], StoredSide]:
-    """Return what makes random keys, or values, in runs."""
+def run_side(widths: str, *, keys: bool, eigen: bool = False) -> Callable[[Shape, int], StoredSide]:
+    """Return what makes random keys, or values, in runs. eigen: keys in an eigenbasis."""
 
     def side(shape: Shape, seed: int) -> StoredSide:
         batch, heads, tokens, head_dim = shape
         rng, layouts = np.random.default_rng(seed), run_layouts(widths, head_dim)
-        reader = kernel_readers.runs(layouts, head_dim, pre_rope=keys)
+        reader = kernel_readers.runs(layouts, head_dim, pre_rope=keys, synthesis=eigen)
         assert isinstance(reader, Reader), reader
         arrays, levels = [], []
         for layout in layouts:
@@ -44,21 +44,24 @@ def run_side(widths: str, *, keys: bool) -> Callable[[Shape, int], StoredSide]:
         rows = np.concatenate(levels, axis=-1) * 2.0 ** (scale[..., None] / 8)
         arrays += [scale, np.asarray(STEPS[1:], np.float32)]
         mean = rng.normal(size=(heads, head_dim)).astype(np.float32)
-        if not keys:
+        if eigen or not keys:
             basis = rng.normal(size=(heads, head_dim, head_dim)) / np.sqrt(head_dim)
             synthesis = basis.astype(np.float32)
             arrays += [synthesis, mean]
             rows = rows @ synthesis[None, :, : rows.shape[-1]] + mean[None, :, None]
+        else:
+            pairs = np.stack([rng.permutation(head_dim // 2) for _ in range(heads)])
+            place = np.concatenate([2 * pairs, 2 * pairs + 1], axis=-1).astype(np.int32)
+            deviation = np.tile(rng.uniform(0.2, 1, (heads, head_dim // 2)), 2).astype(np.float32)
+            rows = np.pad(rows, [(0, 0)] * 3 + [(0, head_dim - rows.shape[-1])])
+            rows = np.take_along_axis(rows, place[None, :, None], axis=-1)
+            rows = rows * deviation[None, :, None] + mean[None, :, None]
+            arrays += [place, deviation, mean]
+        if not keys:
             spoiled = functools.partial(_spoiled, arrays, shape)
             return StoredSide(reader, arrays, rows, dict, spoiled)
-        pairs = np.stack([rng.permutation(head_dim // 2) for _ in range(heads)])
-        place = np.concatenate([2 * pairs, 2 * pairs + 1], axis=-1).astype(np.int32)
-        deviation = np.tile(rng.uniform(0.2, 1, (heads, head_dim // 2)), 2).astype(np.float32)
-        rows = np.pad(rows, [(0, 0)] * 3 + [(0, head_dim - rows.shape[-1])])
-        rows = np.take_along_axis(rows, place[None, :, None], axis=-1)
-        rows = rows * deviation[None, :, None] + mean[None, :, None]
         frequencies = (100.0 ** (-np.arange(head_dim // 2) / (head_dim // 2))).astype(np.float32)
-        arrays += [place, deviation, mean, frequencies, np.float32(FACTOR)]
+        arrays += [frequencies, np.float32(FACTOR)]
         angles = (SINK + np.arange(tokens))[:, None] * frequencies.astype(np.float64)
         turned = rotated(rows, angles, FACTOR)
         wrong = {"without a rotation": rows, "of other tokens": turned[:, :, ::-1]}

@@ -36,6 +36,7 @@ from tests.pallas_kernels.harness import (
 )
 from tests.pallas_kernels.kernel_cases import (
     CASES,
+    EIGEN,
     POLAR,
     RUNS,
     codebook,
@@ -57,7 +58,7 @@ WIDE |= {f"kivi4_h64_g4_size128{turned}": Lengths(256, (0, 95, 250)) for turned 
 WIDE |= {"m4n4_size128_h64_g4": Lengths(256, (0, 95, 250))}
 WIDE |= dict.fromkeys(("m4n4_size64_h256_g1", "m4n2_size64_h64_g9"), Lengths(192, (0, 95, 192)))
 WIDE |= {"rows_h64_g4": Lengths(137, (0, 63, 137))}  # rows need no whole spans
-WIDE |= {case.id: case.short for case in RUNS}  # tiles of 256 tokens
+WIDE |= {case.id: case.short for case in (*RUNS, *EIGEN)}  # tiles of 256 tokens
 TUNING = Tuning(128, stages=2, cores=5, resident=1)  # fewer programs than rows and heads
 
 
@@ -118,10 +119,11 @@ GRID = (
     in_polar_form(6, 2, 32, 64, 2, None),
     in_polar_form(5, 1, 32, 128, 4, None),
     *RUNS,
+    *EIGEN,
 )
 # Words that one, two and four tokens share, in one and two plane sets; 8 and 16 query columns.
 USUAL = ("innerq2_hybrid_h64_g4", "kivi2_h64_g9_size32", "table4_token_h64_g9", "rows_h64_g4")
-USUAL += ("kivi4_h64_g9_size32_turned", "m4n2_size64_h64_g9", RUNS[2].id)
+USUAL += ("kivi4_h64_g9_size32_turned", "m4n2_size64_h64_g9", RUNS[2].id, EIGEN[0].id)
 
 
 def usual_of(cases: tuple[KernelCase, ...]) -> list[KernelCase]:
@@ -129,7 +131,7 @@ def usual_of(cases: tuple[KernelCase, ...]) -> list[KernelCase]:
 
 
 def tuning_of(case: KernelCase) -> Tuning:
-    return dataclasses.replace(TUNING, tile=256) if case in RUNS else TUNING
+    return dataclasses.replace(TUNING, tile=256) if case in (*RUNS, *EIGEN) else TUNING
 
 
 def each(cases: tuple[KernelCase, ...]) -> pytest.MarkDecorator:

@@ -12,6 +12,7 @@ from pallas_kernels.mosaic import route
 from pallas_kernels.readers.base import Reader
 from pallas_kernels.readers.codebook import CodebookReader
 from pallas_kernels.readers.dense import DenseReader
+from pallas_kernels.readers.eigen_keys import EigenKeys
 from pallas_kernels.readers.polar import PolarReader
 from pallas_kernels.readers.rotary import RotatedReader
 from pallas_kernels.readers.runs import RunsKeys, RunsValues
@@ -63,3 +64,21 @@ def test_a_format_and_the_windows_beside_it_are_tested(format_of: Callable[[], s
     for name in ("attention", "attention over windows"):
         wrong = dict(outputs) | {name: 1.03 * outputs[name]}
         assert self_test._compare(wrong, expected), f"{name} would pass"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(bool(route.missing()), reason=route.missing() or "")
+def test_what_mosaic_alone_reads_is_compared_with_its_own_array_operations(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    from pallas_kernels.mosaic import eigen_keys  # needs JAX 0.11
+
+    layouts = tuple(run_layouts("54332110", 64))
+    format = self_test.Format(EigenKeys(layouts, 64), RunsValues(layouts, 64), 2, "mosaic")
+    assert self_test.difference(format, MOSAIC) is None
+    load_table = eigen_keys.load_table
+    monkeypatch.setattr(eigen_keys, "load_table", lambda *args: 1.05 * load_table(*args))
+    outputs = self_test._outputs(format, MOSAIC, None)
+    monkeypatch.undo()
+    expected = self_test._outputs(format, MOSAIC, None)
+    assert str(self_test._compare(outputs, expected)).startswith("attention differs")

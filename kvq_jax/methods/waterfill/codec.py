@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from kvq_jax.arrays import run_array
 from kvq_jax.arrays.run_array import RunArray
-from kvq_jax.codecs import native_bodies
+from kvq_jax.codecs import kernel_readers, native_bodies
 from kvq_jax.codecs.codec import Side
 from kvq_jax.codecs.dots import weigh_rows
 from kvq_jax.codecs.fitting import Rows
@@ -111,11 +111,11 @@ class EigenKeyCodec(EigenCodec):
 
     @property
     def kernels(self) -> Kernels:
-        runs = self.format.layouts, self.format.channels
+        runs, options = (self.format.layouts, self.format.channels), {"pre_rope": True}
         return dataclasses.replace(
             super().kernels,
-            reader=lambda: "key_basis=eigen: no GPU kernel turns keys back before it rotates them",
-            native=functools.partial(native_bodies.runs, *runs, pre_rope=True, synthesis=True),
+            reader=functools.partial(kernel_readers.runs, *runs, **options, synthesis=True),
+            native=functools.partial(native_bodies.runs, *runs, **options, synthesis=True),
         )
 
 

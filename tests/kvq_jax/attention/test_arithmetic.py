@@ -14,6 +14,7 @@ import kvq_jax as kvq
 from kvq_jax.attention import arithmetic, dispatch
 from kvq_jax.files.user_cache import cache_folder
 from kvq_jax.layer.attention import Attention
+from pallas_kernels.launch import Launch
 from pallas_kernels.mosaic import route
 from tests.kvq_jax.attention.test_dispatch import DIMS, plan_of
 
@@ -85,8 +86,23 @@ def test_without_triton_a_gpu_that_fails_mosaics_test_runs_xla(monkeypatch, answ
         assert chosen.launch.route == "mosaic"
         return
     assert chosen == dispatch.CUDNN_PROMPTS
-    with pytest.raises(ValueError, match=r"no Triton\. .* but not on this GPU: its self-test"):
+    with pytest.raises(
+        ValueError, match=r"no Triton\. .* does not read it on this GPU: its self-test"
+    ):
         dispatch.choose("pallas", plan, HEADS, 1)
+
+
+@pytest.mark.usefixtures("with_gpu")
+@pytest.mark.parametrize(
+    ("answer", "launch"),
+    [("attention differs", None), (None, Launch("jnp", route="mosaic"))],
+    ids=["differs", "passes"],
+)
+def test_what_mosaic_alone_reads_runs_xla_if_it_fails_its_test(monkeypatch, answer, launch):
+    answering(monkeypatch, answer)
+    monkeypatch.setattr(route, "missing", lambda: None)
+    plan = kvq.cache.layout("waterfill:key_basis=eigen", DIMS, 1, 512, "bfloat16").plans[0]
+    assert dispatch.choose(None, plan, HEADS, 1).launch == launch
 
 
 def test_a_verdict_is_kept_for_its_device_and_format_alone():

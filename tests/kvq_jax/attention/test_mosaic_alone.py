@@ -40,6 +40,7 @@ ON_MOSAIC = (
     *("dense", "kivi", "innerq", "kvquant", "polarquant", "squat", "squat_pre"),
     *("turboquant", "waterfill", "int2", "int3", "int4", "int8", "nf2", "nf3", "nf4"),
 )
+EIGEN = "waterfill:key_basis=eigen"  # keys that Triton's kernels do not read
 
 
 @pytest.fixture
@@ -96,7 +97,7 @@ def run(name: str, by: Route) -> tuple[list[jax.Array], LayerState]:
 
 
 @pytest.mark.usefixtures("without_triton")
-@pytest.mark.parametrize("name", some(ON_MOSAIC, ["int4"]))
+@pytest.mark.parametrize("name", some((*ON_MOSAIC, EIGEN), ["int4", EIGEN]))
 def test_steps_are_those_of_xla(name: str):
     plan = plan_of(name)
     by = dispatch.choose(Launch(interpret=True, route="mosaic"), plan, HEADS, 1)
@@ -112,6 +113,14 @@ def test_steps_are_those_of_xla(name: str):
     ):
         share = np.count_nonzero(np.asarray(one) != np.asarray(other)) / max(one.size, 1)
         assert share <= 1e-3, f"array {path} of the state: {share:.1e} of {one.dtype}{one.shape}"
+
+
+def test_keys_in_an_eigenbasis_are_mosaics_alone():
+    plan = plan_of(EIGEN)
+    assert dispatch.unsupported(plan, HEADS, 1) is None
+    with pytest.raises(ValueError, match="k: Triton's kernels do not turn keys back"):
+        dispatch.choose(Launch(interpret=True), plan, HEADS, 1)
+    assert dispatch.choose(Launch(interpret=True), plan_of("waterfill"), HEADS, 1).launch
 
 
 @pytest.mark.usefixtures("without_triton")
