@@ -95,12 +95,6 @@ def _calibration(cache: NamedCache, config: LlamaConfig, files: Sequence[str]) -
     raise ValueError("; ".join(errors))
 
 
-def quantized_in_words(quantized: int, read: int | None = None) -> str:
-    """Return how many of the tokens that are read are quantized, for tables. None at all is written
-    NONE, so that it stands out."""
-    return f"{quantized}" + ("" if read is None else f" of {read}") if quantized else "NONE"
-
-
 def warn_if_exact(name: str, cache: kvq.cache.Cache, read: int | None, where: str) -> None:
     """Warn if no quantized token is ever read although the cache is not dense: its numbers then say
     nothing.

@@ -15,7 +15,7 @@ import kvq_jax as kvq
 from kvq_models.inference.memory import CACHE_DTYPE
 from kvq_models.inference.method_parameters import prepare
 from kvq_models.llama.config import LlamaConfig
-from kvq_tools.cli import inputs, json_lines, resident, text_input
+from kvq_tools.cli import cache_sizes, inputs, json_lines, text_input
 from kvq_tools.cli.console import (
     UserError,
     bar,
@@ -27,7 +27,7 @@ from kvq_tools.cli.console import (
 )
 from kvq_tools.cli.model_loading import load_model
 from kvq_tools.cli.options.tasks import MOST_LENGTH, SAMPLES
-from kvq_tools.cli.task_table import print_scores
+from kvq_tools.cli.tables import print_table
 from kvq_tools.evaluation.tasks.filler import NoRoomError
 from kvq_tools.evaluation.tasks.runner import ScoredAnswer, capacity, check_samples, run
 from kvq_tools.evaluation.tasks.sample import AnswerRule, TaskPrompts, TaskSample
@@ -176,7 +176,7 @@ def run_task(options: argparse.Namespace, task_run: TaskRun) -> None:
         "prompt_tokens": [min(len(s.prompt) for s in samples), max(len(s.prompt) for s in samples)],
         "caches": measured,
     }
-    print_json("task", result) if options.json else print_scores(result)
+    print_json("task", result) if options.json else _print(result)
     check_finite(broken)
 
 
@@ -249,13 +249,41 @@ def _sizes(
     longest = max(capacity(sample, config) for sample in samples)
     layout = kvq.cache.layout(spec, config, 1, longest, CACHE_DTYPE)
     read = max(len(sample.prompt) + sample.max_new_tokens for sample in samples) - 1
-    bits = kvq.size.bits_per_element(spec, config, longest, CACHE_DTYPE)
     return {
         "cache": str(spec),
         "capacity": longest,
         "quantized_tokens": kvq.size.quantized_tokens(layout, read),
-        "cache_bytes": kvq.size.nbytes(layout),
-        "ratio": kvq.size.dense_nbytes(config, 1, longest) / kvq.size.nbytes(layout),
-        "bits_per_element": bits,
-        "resident_by_batch": resident.by_batch(spec, config, longest, CACHE_DTYPE),
+        **cache_sizes.of(spec, config, longest, CACHE_DTYPE),
     }
+
+
+def _print(result: dict[str, Any]) -> None:
+    """Print the rules of a task, the scores of each cache, and the scores by each label."""
+    for name, rule in result["rules"].items():
+        print(f"{name}: {rule}".replace("\n", "\\n"))
+    first = result["caches"][0]
+    title = (
+        f"\n{result['model']}: {result['task']}, {result['samples']} samples with prompts of"
+        f" {result['prompt_tokens'][0]} to {result['prompt_tokens'][1]} tokens; scores in percent;"
+        f" bytes at {first['capacity']} tokens; {result['dtype']}"
+    )
+    rows = [
+        {"cache": c["name"]}
+        | {metric: _percent(score) for metric, score in c["scores"].items()}
+        | cache_sizes.size_cells(c)
+        for c in result["caches"]
+    ]
+    print_table(title, rows)
+    metric = next(iter(first["scores"]))
+    for label, parts in first["by"].items():
+        if len(parts) > 1:
+            rows = [
+                {"cache": c["name"]}
+                | {f"{p[label]} ({p['samples']})": _percent(p[metric]) for p in c["by"][label]}
+                for c in result["caches"]
+            ]
+            print_table(f"{metric} by {label} (samples)", rows)
+
+
+def _percent(score: float) -> str:
+    return f"{100 * score:.1f}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from kvq_tools.cli.console import (
     print_json,
 )
 from kvq_tools.cli.options.calibrate import LENGTH
-from kvq_tools.cli.tables import print_line, print_table
+from kvq_tools.cli.tables import layer_runs, print_line, print_table
 
 
 def run(options: argparse.Namespace) -> None:
@@ -96,18 +95,11 @@ def report(
 
 
 def _print(result: dict[str, Any]) -> None:
-    rows = []
-    for (keys, values), group in groupby(
-        result["layers"], key=lambda layer: (layer["k"], layer["v"])
-    ):
-        layers = [layer["layer"] for layer in group]
-        label = layers[0] if len(layers) == 1 else f"{layers[0]}-{layers[-1]}"
-        rows.append((label, keys or "need none", values or "need none"))
-    print_table(
-        f"{result['file']}: parameters fitted for {result['cache']}",
-        ("layers", "keys", "values"),
-        rows,
-    )
+    rows = [
+        {"layers": label, "keys": layer["k"] or "need none", "values": layer["v"] or "need none"}
+        for label, layer in layer_runs(result["layers"], ("k", "v"))
+    ]
+    print_table(f"{result['file']}: parameters fitted for {result['cache']}", rows, texts=None)
     print_line(
         f"[{result['file']}: {format_bytes(result['bytes'])}; {result['samples']} samples of"
         f" {result['length']} tokens out of {result['text_tokens']} of {result['text']}, seed"

@@ -24,7 +24,7 @@ from kvq_models.inference.sampling import Sampling
 from kvq_models.llama.checkpoint import load_llama
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama
-from kvq_tools.cli import inputs, layer_times, resident, text_input
+from kvq_tools.cli import cache_sizes, inputs, layer_times, text_input
 from kvq_tools.cli.console import (
     UserError,
     check_finite,
@@ -168,23 +168,16 @@ class DemoRun:
         perplexity = math.exp(
             -float(jnp.mean(logprobs[0, 1:]))
         )  # the first token of the rest is read but not scored
-        stored = kvq.size.nbytes(cache)
-        dense = kvq.size.dense_nbytes(self.llama.config, 1, task.capacity)
         return {
             "name": self.name,
             "cache": str(self.spec),
             "perplexity": finite(perplexity),
-            "cache_bytes": stored,
-            "ratio": dense / stored,
-            "bits_per_element": 8 * stored / (dense / 2),
-            "resident_by_batch": resident.by_batch(
-                self.spec, self.llama.config, task.capacity, self.rows
-            ),
+            **cache_sizes.of(self.spec, self.llama.config, task.capacity, self.rows),
             "quantized_tokens": kvq.size.quantized_tokens(cache, task.capacity - 1),
             "tokens_per_second": task.new_tokens / generation.decode_seconds,
             "prefill_seconds": generation.prefill_seconds,
             "implementation": "+".join(sorted(set(decoding.implementations(cache)))),
-            "windows": {name: getattr(self.spec, name) for name in ("sink", "recent", "block")},
+            "windows": cache_sizes.windows(self.spec),
             "text": continuation.text(tokens),
             "tokens": tokens,
         }
@@ -234,43 +227,27 @@ def _print(result: dict[str, Any]) -> None:
         print(_paragraph(row["text"]))
     print()
     rows = [
-        (
-            row["name"],
-            "-" if row["perplexity"] is None else f"{row['perplexity']:.3f}",
-            (
+        {
+            "cache": row["name"],
+            "perplexity": "-" if row["perplexity"] is None else f"{row['perplexity']:.3f}",
+            "first tokens as dense": (
                 "-"
                 if row["tokens_as_dense"] is None
                 else f"{row['tokens_as_dense']} of {result['new_tokens']}"
             ),
-            inputs.quantized_in_words(row["quantized_tokens"], result["capacity"] - 1),
-            format_bytes(row["cache_bytes"]),
-            f"{row['ratio']:.2f}",
-            f"{row['bits_per_element']:.2f}",
-            *resident.cells(row),
-            f"{row['tokens_per_second']:.0f}",
-            row["implementation"],
-        )
+            **cache_sizes.size_cells(row, result["capacity"] - 1),
+            "tokens/s": f"{row['tokens_per_second']:.0f}",
+            "read by": row["implementation"],
+        }
         for row in result["caches"]
     ]
-    columns = (
-        "cache",
-        "perplexity",
-        "first tokens as dense",
-        "quantized tokens",
-        "cache bytes",
-        "ratio to bf16",
-        "bits/element",
-        *resident.columns(result["caches"]),
-        "tokens/s",
-        "read by",
-    )
     title = (
         f"{result['model']}: perplexity of {result['scored_tokens']} tokens after the prompt; bytes"
         f" at {result['capacity']} tokens, windows included (bf16:"
         f" {format_bytes(result['bf16_bytes'])}); tokens/s without compilation, which took"
         f" {result['compile_seconds']:.0f} s for all"
     )
-    print_table(title, columns, rows, numeric=columns[1:-1])
+    print_table(title, rows, texts=("cache", "read by"))
     if result["layer"] is not None:
         layer_times.print_times(result["layer"])
 

@@ -4,7 +4,6 @@ problems."""
 from __future__ import annotations
 
 import argparse
-from itertools import groupby
 from typing import Any
 
 import kvq_jax as kvq
@@ -13,7 +12,9 @@ from kvq_tools.cli import compilation_cache, doctor_facts, inputs
 from kvq_tools.cli.console import print_json
 from kvq_tools.cli.doctor_layers import describe_layer
 from kvq_tools.cli.doctor_warnings import known_problems
-from kvq_tools.cli.tables import print_line, print_table
+from kvq_tools.cli.tables import layer_runs, print_line, print_table
+
+SHOWN = ("quantized", "reason", "k", "v", "kv", "no_kernel", "no_native_kernel")  # of a layer
 
 
 def run(options: argparse.Namespace) -> None:
@@ -57,54 +58,42 @@ def run(options: argparse.Namespace) -> None:
 
 def _print(result: dict[str, Any], cache: str) -> None:
     regions = result["regions"]
-    print_table(result["model"], ("fact", "value"), list(result["facts"].items()))
-    rows = []
-    for _, group in groupby(
-        result["layers"],
-        key=lambda layer: {k: v for k, v in layer.items() if k not in ("layer", "k_proj_bias")},
-    ):
-        run = list(group)
-        first, last = run[0]["layer"], run[-1]["layer"]
-        precision = "quantized" if run[0]["quantized"] else "full precision"
-        sides = (
-            (_side_text(run[0]["kv"]), "from the same rows")
-            if "kv" in run[0]
-            else (_side_text(run[0]["k"]), _side_text(run[0]["v"]))
-        )
-        rows.append(
-            (
-                first if first == last else f"{first}-{last}",
-                precision,
-                run[0]["reason"] or "",
-                *sides,
-                *(
-                    f"XLA: {run[0][name]}" if run[0][name] else "kernel"
-                    for name in ("no_kernel", "no_native_kernel")
-                ),
-            )
-        )
+    facts = [{"fact": name, "value": value} for name, value in result["facts"].items()]
+    print_table(result["model"], facts, texts=None)
+    rows = [
+        {
+            "layers": label,
+            "is": "quantized" if layer["quantized"] else "full precision",
+            "because": layer["reason"] or "",
+            "keys": _side_text(layer["kv"] if "kv" in layer else layer["k"]),
+            "values": "from the same rows" if "kv" in layer else _side_text(layer["v"]),
+            "on a GPU": _reader(layer["no_kernel"]),
+            "on a CPU": _reader(layer["no_native_kernel"]),
+        }
+        for label, layer in layer_runs(result["layers"], SHOWN)
+    ]
     title = (
         f"{cache} at {result['context']} tokens: {regions['body']} in the body,"
         f" full-precision windows sink {regions['sink']}, recent {regions['recent']}, block"
         f" {regions['block']}"
     )
-    print_table(title, ("layers", "is", "because", "keys", "values", "on a GPU", "on a CPU"), rows)
+    print_table(title, rows, texts=None)
     biases = [
-        (layer["layer"], *(f"{value:.3f}" for value in layer["k_proj_bias"].values()))
+        {"layer": layer["layer"]}
+        | {name: f"{value:.3f}" for name, value in layer["k_proj_bias"].items()}
         for layer in result["layers"]
         if layer["k_proj_bias"]
     ]
     if biases:
-        print_table(
-            "k_proj bias",
-            ("layer", "norm", "largest", "median"),
-            biases,
-            numeric=("layer", "norm", "largest", "median"),
-        )
+        print_table("k_proj bias", biases, texts=())
     for warning in result["warnings"]:
         print_line(f"warning: {warning}")
     if not result["warnings"]:
         print_line("no warnings")
+
+
+def _reader(no_kernel: str | None) -> str:
+    return f"XLA: {no_kernel}" if no_kernel else "kernel"
 
 
 def _side_text(side: dict[str, Any]) -> str:

@@ -19,7 +19,7 @@ from kvq_jax.cache.paper_bits import paper_bits
 from kvq_jax.cache.size import parameter_bytes
 from kvq_jax.peak_rates import Device
 from kvq_models.llama.config import LlamaConfig
-from kvq_tools.cli import inputs, resident
+from kvq_tools.cli import cache_sizes, inputs
 from kvq_tools.cli.console import UserError, format_bytes, print_json, progress
 from kvq_tools.cli.tables import print_line, print_table
 
@@ -102,12 +102,14 @@ def describe(
         "parameter_bytes": size.parameters,
         "working_bytes": size.working,
         "resident_bytes": size.resident,
-        "resident_by_batch": resident.by_batch(spec, config, context, dtype, batch),
+        "resident_by_batch": cache_sizes.by_batch(spec, config, context, dtype, batch),
         "paper_layout_bytes": paper_layout_bytes(layout),
         "paper_bits_per_element": paper_bits(spec, config, context),
         "outlier_fraction": kvq.size.outlier_fraction(spec, config),
         "largest_context": (
-            None if budget is None else resident.largest_context(spec, config, batch, dtype, budget)
+            None
+            if budget is None
+            else cache_sizes.largest_context(spec, config, batch, dtype, budget)
         ),
         "roofline": _roofline(layout, config, dtype, device),
     }
@@ -153,35 +155,26 @@ def _print(result: dict[str, Any]) -> None:
         f"{result['model']}: context {result['context']}, batch {result['batch']}; as bf16"
         f" {format_bytes(result['bf16_bytes'])}"
     )
-    columns = [
-        "cache",
-        "bytes",
-        "size",
-        "ratio to bf16",
-        "bits/element",
-        "without windows",
-        "of 16 bits",
-        "quantized tokens",
-        *resident.columns(result["caches"]),
-    ]
-    if result["budget_bytes"] is not None:
-        columns.append(f"largest context in {format_bytes(result['budget_bytes'])}")
     rows = []
     for c in result["caches"]:
-        numbers = [
-            c["cache_bytes"],
-            format_bytes(c["cache_bytes"]),
-            f"{c['ratio']:.2f}",
-            f"{c['bits_per_element']:.3f}",
-            f"{c['body_bits_per_element']:.3f}",
-            f"{c['body_bits_per_element'] / 16:.4f} ({16 / c['body_bits_per_element']:.2f}x)",
-            inputs.quantized_in_words(c["quantized_tokens"]),
-            *resident.cells(c),
-        ]
+        body_bits = c["body_bits_per_element"]
         rows.append(
-            [c["name"], *numbers, *([] if c["largest_context"] is None else [c["largest_context"]])]
+            {
+                "cache": c["name"],
+                "bytes": c["cache_bytes"],
+                "size": format_bytes(c["cache_bytes"]),
+                "ratio to bf16": f"{c['ratio']:.2f}",
+                "bits/element": f"{c['bits_per_element']:.3f}",
+                "without windows": f"{body_bits:.3f}",
+                "of 16 bits": f"{body_bits / 16:.4f} ({16 / body_bits:.2f}x)",
+                "quantized tokens": cache_sizes.quantized_in_words(c["quantized_tokens"]),
+                **cache_sizes.resident_cells(c),
+            }
         )
-    print_table(title, columns, rows, numeric=columns[1:])
+        if result["budget_bytes"] is not None:
+            budget = format_bytes(result["budget_bytes"])
+            rows[-1][f"largest context in {budget}"] = c["largest_context"]
+    print_table(title, rows)
     _print_parts(result["caches"])
     for cache in result["caches"]:
         _print_notes(cache)
@@ -199,27 +192,24 @@ def _print(result: dict[str, Any]) -> None:
 def _print_parts(caches: list[dict[str, Any]]) -> None:
     """Print the parts of each cache, and what it needs beside itself."""
     parts = [
-        (c["name"], p["side"], p["name"], p["bytes"], format_bytes(p["bytes"]))
+        {"cache": c["name"], "side": p["side"], "part": p["name"]} | _bytes(p["bytes"])
         for c in caches
         for p in c["components"]
         if p["bytes"]
     ]
-    print_table(
-        "components", ("cache", "side", "part", "bytes", "size"), parts, numeric=("bytes", "size")
-    )
+    print_table("components", parts, texts=("cache", "side", "part"))
     beside = [
-        (c["name"], label, c[key], format_bytes(c[key]))
+        {"cache": c["name"], "part": label} | _bytes(c[key])
         for c in caches
         for key, label in (("parameter_bytes", "parameters"), ("working_bytes", "working memory"))
         if c[key]
     ]
     if beside:
-        print_table(
-            "beside the cache",
-            ("cache", "part", "bytes", "size"),
-            beside,
-            numeric=("bytes", "size"),
-        )
+        print_table("beside the cache", beside, texts=("cache", "part"))
+
+
+def _bytes(size: int) -> dict[str, object]:
+    return {"bytes": size, "size": format_bytes(size)}
 
 
 def _print_notes(cache: dict[str, Any]) -> None:

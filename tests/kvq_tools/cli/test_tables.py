@@ -35,14 +35,14 @@ def test_commands_fit_any_terminal(command, terminal, run, monkeypatch):
     seen = []
     print_table = tables.print_table
 
-    def watched(title, columns, rows, numeric=()):
+    def watched(title, rows, *texts, **named):
         seen.extend(
             str(cell)
             for row in rows
-            for cell in row
+            for cell in row.values()
             if re.fullmatch(r"[\d.]+( [KMG]iB)?", str(cell))
         )
-        print_table(title, columns, rows, numeric)
+        print_table(title, rows, *texts, **named)
 
     for module in ("memory", "doctor"):
         monkeypatch.setattr(f"kvq_tools.cli.commands.{module}.print_table", watched, raising=False)
