@@ -123,6 +123,14 @@ def raw_config(model: str) -> dict[str, Any]:
         return dict(open_checkpoint.open_checkpoint(model, "config").fields)
 
 
+def output_file(path: str, option: str = "--out") -> Path:
+    """Check before any work that a file can be written: its directory exists, and it is none."""
+    out = Path(path)
+    if out.is_dir() or not out.absolute().parent.is_dir():
+        raise UserError(f"{option} {path!r} must be a file in a directory that exists")
+    return out
+
+
 def output_directory(path: str, *, empty: bool = False) -> Path:
     """Check before any work that the directory of --out can be created and written. Nothing is
     created yet."""

@@ -4,7 +4,6 @@ answers, tables."""
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -37,24 +36,6 @@ CHAT_RULE = (
     " follow the template"
 )
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
-
-
-@dataclasses.dataclass(frozen=True)
-class TaskRun:
-    """A task as its command asks for it.
-
-    rules       what the output says about prompts, truncation and scores
-    samples     a function that makes the samples
-    groups      labels that get a table each, if samples have them
-    settings    parts of the command line that the output repeats
-    """
-
-    name: str
-    task: AnswerRule
-    rules: Mapping[str, str]
-    samples: Callable[[TaskPrompts, LlamaConfig], list[TaskSample]]
-    groups: tuple[str, ...]
-    settings: Mapping[str, Any]
 
 
 def hiding_settings(options: argparse.Namespace) -> dict[str, Any]:
@@ -112,22 +93,38 @@ def refuse_beside_data(options: argparse.Namespace, *names: str) -> None:
         )
 
 
-def run_task(options: argparse.Namespace, task_run: TaskRun) -> None:
+def run_task(
+    options: argparse.Namespace,
+    task: AnswerRule,
+    make: Callable[[TaskPrompts, LlamaConfig], list[TaskSample]],
+    *,
+    rules: Mapping[str, str],
+    groups: Sequence[str],
+    settings: Mapping[str, Any],
+) -> None:
     """Answer every sample through every cache and print the scores. Everything that needs no
-    weights is checked before they are read."""
+    weights is checked before they are read.
+
+    Args:
+        options: the command line.
+        task: how answers end and are scored.
+        make: makes the samples.
+        rules: what the output says about prompts, truncation and scores.
+        groups: labels that get a table each, if samples have them.
+        settings: parts of the command line that the output repeats.
+    """
     options.dtype = inputs.model_dtype(options)
     caches = options.cache or [inputs.DENSE]
     config = inputs.read_config(options.model, *caches)
     files = inputs.calibrations(config, caches, options.calibration or [])
-    if options.answers is not None and (
-        Path(options.answers).exists() or not Path(options.answers).absolute().parent.is_dir()
-    ):
-        raise UserError(
-            f"--answers {options.answers!r} must be a new file in a directory that exists"
-        )
-    prompts = _prompts(options)
+    if options.answers is not None and inputs.output_file(options.answers, "--answers").exists():
+        raise UserError(f"--answers {options.answers!r} must be a new file, and it exists")
+    tokenizer = text_input.need_tokenizer(options.model, "write prompts")
+    prompts = TaskPrompts(
+        tokenizer, partial(text_input.encode, tokenizer, chat=True) if options.chat else None
+    )
     with progress("making prompts"), input_errors():
-        samples = task_run.samples(prompts, config)
+        samples = make(prompts, config)
         check_samples(samples, config)
     llama = load_model(options)
     with input_errors():
@@ -143,16 +140,15 @@ def run_task(options: argparse.Namespace, task_run: TaskRun) -> None:
     measured, broken = [], []
     for (text, spec), model in zip(caches, models, strict=True):
         started, answers = time.perf_counter(), []
-        message = f"{task_run.name} with {text}"
         for answer in run(
             model,
             spec,
-            task_run.task,
+            task,
             samples,
             prompts,
             batch=options.batch,
             progress=bar,
-            message=message,
+            message=f"{options.command} with {text}",
         ):
             answers.append(answer)
             broken += [] if answer.finite else [text]
@@ -163,28 +159,21 @@ def run_task(options: argparse.Namespace, task_run: TaskRun) -> None:
             {"name": text}
             | _sizes(spec, config, samples)
             | {"seconds": seconds}
-            | summary(samples, answers, task_run.groups)
+            | summary(samples, answers, groups)
         )
     result = {
-        "task": task_run.name,
+        "task": options.command,
         "model": options.model,
-        **task_run.settings,
+        **settings,
         "chat": options.chat,
         "dtype": options.dtype,
-        "rules": dict(task_run.rules) | ({"chat": CHAT_RULE} if options.chat else {}),
+        "rules": dict(rules) | ({"chat": CHAT_RULE} if options.chat else {}),
         "samples": len(samples),
         "prompt_tokens": [min(len(s.prompt) for s in samples), max(len(s.prompt) for s in samples)],
         "caches": measured,
     }
     print_json("task", result) if options.json else _print(result)
     check_finite(broken)
-
-
-def _prompts(options: argparse.Namespace) -> TaskPrompts:
-    tokenizer = text_input.need_tokenizer(options.model, "write prompts")
-    return TaskPrompts(
-        tokenizer, partial(text_input.encode, tokenizer, chat=True) if options.chat else None
-    )
 
 
 def _write(path: str | None, line: Mapping[str, Any]) -> None:

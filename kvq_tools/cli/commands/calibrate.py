@@ -13,7 +13,6 @@ from kvq_models.calibration.store import Store
 from kvq_models.llama.checkpoint import load_llama
 from kvq_tools.cli import inputs, interruption, text_input
 from kvq_tools.cli.console import (
-    UserError,
     bar,
     format_bytes,
     input_errors,
@@ -25,9 +24,9 @@ from kvq_tools.cli.tables import layer_runs, print_line, print_table
 
 
 def run(options: argparse.Namespace) -> None:
-    out = Path(options.out)
+    out = inputs.output_file(options.out)
+    ids, length = _checked(options)
     work = Path(f"{out}.work" if options.work is None else options.work)
-    ids, length = _checked(options, out)
     with loading(options.model), input_errors():
         llama, _ = load_llama(options.model, dtype=options.dtype, weights="dense")
     started = time.perf_counter()
@@ -53,11 +52,9 @@ def run(options: argparse.Namespace) -> None:
     print_json("calibrate", result) if options.json else _print(result)
 
 
-def _checked(options: argparse.Namespace, out: Path) -> tuple[list[int], int]:
+def _checked(options: argparse.Namespace) -> tuple[list[int], int]:
     """Check everything that needs no weights, and return (the text's tokens, tokens per sample)."""
     config = inputs.read_config(options.model, options.cache)
-    if out.is_dir() or not out.absolute().parent.is_dir():
-        raise UserError(f"--out {str(out)!r} must be a file in a directory that exists")
     length = options.length or min(LENGTH, config.positions)
     inputs.warn_beyond(length, config, "samples of ")
     tokenizer = text_input.need_tokenizer(options.model, "read the text")

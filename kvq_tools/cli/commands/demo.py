@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.resources
 import math
 import os
 import textwrap
@@ -41,6 +40,7 @@ from kvq_tools.cli.planned import NamedCache
 from kvq_tools.cli.tables import print_table
 from kvq_tools.cli.timed import TimedGeneration
 from kvq_tools.evaluation.results import finite
+from kvq_tools.evaluation.text import passage
 
 MODEL_DTYPE = "float32"
 FEWEST_TOKENS = 32  # of a text, so that both halves are meaningful
@@ -59,7 +59,7 @@ class DemoTask:
 
 def run(options: argparse.Namespace) -> None:
     caches = options.cache or [NamedCache(text, kvq.parse(text)) for text in CACHES]
-    text = _passage() if options.text is None else text_input.read_text(options.text)
+    text = passage() if options.text is None else text_input.read_text(options.text)
     config = inputs.read_config(options.model, *caches)
     files = inputs.calibrations(config, caches, options.calibration or [])
     tokenizer = text_input.need_tokenizer(options.model, "read the text")
@@ -123,10 +123,6 @@ def make_task(ids: list[int], config: LlamaConfig, context: int, new_tokens: int
             " within the context"
         )
     return DemoTask(prompt, rest, new_tokens, len(ids))
-
-
-def _passage() -> str:
-    return (importlib.resources.files("kvq_tools.cli") / "passage.txt").read_text(encoding="utf-8")
 
 
 @dataclasses.dataclass(frozen=True)

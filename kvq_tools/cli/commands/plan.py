@@ -46,9 +46,9 @@ def run(options: argparse.Namespace) -> None:
     inputs.warn_beyond(context, config)
     if options.picture and (why := figure.missing()):
         raise UserError(why)
-    for path in filter(None, (options.out, options.picture)):
-        if Path(path).is_dir() or not Path(path).absolute().parent.is_dir():
-            raise UserError(f"{path!r} must be a file in a directory that exists")
+    for option in ("out", "picture"):
+        if path := getattr(options, option):
+            inputs.output_file(path, f"--{option}")
     with input_errors():
         asked = plan_speed.budget(options, config)
         bits = budgets(asked, _bases(options), config, options.batch, context, options.dtype)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from pathlib import Path
 
 import jax
 
@@ -34,12 +33,7 @@ def run(options: argparse.Namespace) -> None:
     config = inputs.read_config(options.model, options.cache)
     inputs.check_calibration_file(config, options.cache, options.calibration)
     _, prompt, opening = read_prompt(options, config)
-    out = Path(options.out)
-    if out.is_dir() or not out.absolute().parent.is_dir():
-        raise UserError(
-            f"--out {options.out!r} cannot be written:"
-            f" {'it is a folder' if out.is_dir() else 'its folder does not exist'}"
-        )
+    out = inputs.output_file(options.out)
     capacity = options.capacity or len(prompt) + ROOM
     if capacity < len(prompt):
         raise UserError(f"the prompt has {len(prompt)} tokens, over the capacity of {capacity}")

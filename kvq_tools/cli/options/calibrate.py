@@ -39,7 +39,6 @@ examples:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.description, parser.epilog = DESCRIPTION, EPILOG
     shared.add_model(parser)
     parser.add_argument(
         "--text", metavar="FILE", required=True, help="the UTF-8 text to draw samples from"

@@ -43,13 +43,9 @@ examples:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.description, parser.epilog = DESCRIPTION, EPILOG
     shared.add_model(parser)
-    parser.add_argument(
-        "--cache",
-        metavar="SPEC",
-        action="append",
-        help="a cache; can be repeated (default with --budget: all that were measured)",
+    shared.add_caches(
+        parser, "a cache; can be repeated (default with --budget: all that were measured)"
     )
     parser.add_argument(
         "--context",

@@ -49,7 +49,6 @@ examples:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.description, parser.epilog = DESCRIPTION, EPILOG
     shared.add_model(parser)
     parser.add_argument(
         "--budget",

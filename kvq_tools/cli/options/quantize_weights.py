@@ -36,7 +36,6 @@ examples:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.description, parser.epilog = DESCRIPTION, EPILOG
     shared.add_model(parser)
     parser.add_argument("--bits", type=int, choices=BITS, required=True, help="bits per weight")
     parser.add_argument(

@@ -47,7 +47,6 @@ def _contexts(text: str) -> tuple[int, ...]:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.description, parser.epilog = DESCRIPTION, EPILOG
     parser.add_argument("model", metavar="MODEL", nargs="?", help=shared.MODEL_HELP)
     parser.add_argument(
         "--out",

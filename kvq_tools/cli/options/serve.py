@@ -31,7 +31,6 @@ docs/serving.md lists the supported fields of a request.
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.description, parser.epilog = DESCRIPTION, EPILOG
     shared.add_model(parser)
     shared.add_cache(parser)
     shared.add_calibration(parser)

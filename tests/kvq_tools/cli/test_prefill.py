@@ -122,15 +122,6 @@ def test_another_model_or_a_damaged_file_is_one_line(
         assert_refused(run(f"generate {model} --from {changed} --max-new-tokens 5"), message)
 
 
-def test_a_file_that_cannot_be_written_is_told_before_any_work(
-    run, model: pathlib.Path, tmp_path: pathlib.Path
-):
-    command = ("prefill", model, "--prompt", PROMPT, "--out")
-    assert_refused(run(*command, tmp_path / "no" / "f"), "its folder does not exist")
-    assert_refused(run(*command, tmp_path / "f", "--capacity", 3), "over the capacity of 3")
-    assert_refused(run("generate", model), "--from is required")
-
-
 def test_a_cache_of_a_file_is_named_with_its_bits():
     for case in METHOD_CASES:
         text, spec = named(kvq.parse(case.spec))
