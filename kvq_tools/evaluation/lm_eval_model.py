@@ -44,6 +44,7 @@ from kvq_tools.evaluation.continuations import (
 )
 from kvq_tools.evaluation.tasks.runner import batches, capacity
 from kvq_tools.evaluation.tasks.sample import TaskSample
+from kvq_tools.growing_text import decoded
 
 try:
     from lm_eval.__main__ import cli_evaluate
@@ -369,12 +370,7 @@ class KvqLM(TemplateLM):
                     np.asarray(so_far.tokens), np.asarray(so_far.lengths), strict=True
                 )
             ]
-            texts = [
-                self.tokenizer.decode(
-                    row, skip_special_tokens=True, clean_up_tokenization_spaces=False
-                )
-                for row in rows
-            ]
+            texts = [decoded(self.tokenizer, row) for row in rows]
             if all(
                 row[-1] in ends or any(stop in text for stop in settings.stops)
                 for row, text in zip(rows, texts, strict=True)

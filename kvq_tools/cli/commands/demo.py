@@ -206,11 +206,8 @@ def _with_agreement(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     cache, or None if no row is dense."""
     dense = next((row["tokens"] for row in rows if row["cache"] == "dense"), None)
     for row in rows:
-        pairs = enumerate(zip(row["tokens"], dense or [], strict=False))
         row["tokens_as_dense"] = (
-            None
-            if dense is None
-            else next((i for i, (token, exact) in pairs if token != exact), len(dense))
+            None if dense is None else text_input.common_prefix(row["tokens"], dense)
         )
     return rows
 

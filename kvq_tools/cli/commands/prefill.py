@@ -39,9 +39,7 @@ def run(options: argparse.Namespace) -> None:
         raise UserError(f"the prompt has {len(prompt)} tokens, over the capacity of {capacity}")
     inputs.warn_beyond(capacity, config)
     layout = kvq.cache.layout(options.cache.spec, config, 1, capacity, inputs.rows_dtype(options))
-    device_memory.check_memory(layout)
-    with input_errors():
-        decoding.implementations(layout, options.implementation)
+    device_memory.check_readable(layout, options.implementation)
     llama = load_model(options)
     model_fingerprint = fingerprint(llama)
     with input_errors():
