@@ -7,8 +7,11 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
+
 import kvq_jax as kvq
 from kvq_jax.cache.cache import Cache
+from kvq_jax.cache.size import parameter_bytes
 from kvq_jax.layer.plan import LayerPlan
 from kvq_jax.methods.xquant import roofline
 from kvq_jax.methods.xquant.roofline import LayerCost
@@ -36,25 +39,21 @@ def describe_device(device: Device, config: LlamaConfig) -> dict[str, Any]:
     return dataclasses.asdict(device) | {"ridge": device.ridge, "bf16_bytes_per_token": both}
 
 
-def describe(
-    cache: Cache, config: LlamaConfig, parameter_bytes: Sequence[int], itemsize: int, device: Device
-) -> dict[str, Any]:
+def describe(cache: Cache, config: LlamaConfig, dtype: str, device: Device) -> dict[str, Any]:
     """Describe every layer of a cache and find the layer that limits its length.
 
     Lengths are None if any length is hidden or nothing is rebuilt.
 
     Args:
-        cache: the layout.
+        cache: the layout. A step reads its parameters beside the weights.
         config: the model's configuration.
-        parameter_bytes: bytes of the cache's parameters in each layer. A step reads them beside the
-            weights.
-        itemsize: bytes of a weight.
+        dtype: of the weights.
         device: peaks of the device.
     """
-    weights = roofline.weight_bytes(config, itemsize)
+    weights = roofline.weight_bytes(config, jnp.dtype(dtype).itemsize)
     costs = [
-        layer_cost(plan, config, weights + layer_parameters)
-        for plan, layer_parameters in zip(cache.plans, parameter_bytes, strict=True)
+        layer_cost(plan, config, weights + parameters)
+        for plan, parameters in zip(cache.plans, parameter_bytes(cache), strict=True)
     ]
     base = next(
         (plan.k for plan in cache.plans if plan.cross_layer and plan.cross_layer.starts),
@@ -112,9 +111,6 @@ def layer_cost(plan: LayerPlan, config: LlamaConfig, weight_bytes: float) -> Lay
     return LayerCost(
         flops, read + (2 if cross.starts else 3) * kvq.size.nbytes(accumulator), weight_bytes
     )
-
-
-# --- text
 
 
 def print_roofline(caches: Sequence[dict[str, Any]], device: dict[str, Any]) -> None:

@@ -1,8 +1,4 @@
-"""`kvq memory`: count the bytes of a cache, from config.json alone.
-
-Tables that few ask for are imported when they are: some need Flax, whose import takes longer than
-all counting.
-"""
+"""`kvq memory`: count the bytes of a cache, from config.json alone."""
 
 from __future__ import annotations
 
@@ -11,15 +7,11 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
-
 import kvq_jax as kvq
 from kvq_jax.cache.cache import Cache
 from kvq_jax.cache.paper_bits import paper_bits
-from kvq_jax.cache.size import parameter_bytes
-from kvq_jax.peak_rates import Device
 from kvq_models.llama.config import LlamaConfig
-from kvq_tools.cli import cache_sizes, inputs
+from kvq_tools.cli import cache_sizes, inputs, memory_fits, memory_roofline
 from kvq_tools.cli.console import UserError, format_bytes, print_json, progress
 from kvq_tools.cli.tables import print_line, print_table
 
@@ -32,21 +24,16 @@ def run(options: argparse.Namespace) -> None:
     if Path(options.model).name == "config.json":
         options.model = str(Path(options.model).parent)
     if not options.cache:
-        from kvq_tools.cli import memory_fits
-
         return memory_fits.run(options)
     config = inputs.read_config(options.model, *options.cache)
     context = options.context or config.positions
     inputs.warn_beyond(context, config)
     with progress("counting"):
-        sizes = options.batch, context, options.dtype, options.budget
         caches = [
-            {"name": text} | describe(spec, config, *sizes, options.roofline)
+            {"name": text} | _described(spec, config, context, options)
             for text, spec in options.cache
         ]
-        for cache, (_, spec) in zip(caches, options.cache, strict=True):
-            with inputs.input_errors():
-                cache["mesh"] = _on_mesh(options, spec, config, context)
+    device = options.roofline
     result: dict[str, Any] = {
         "model": options.model,
         "context": context,
@@ -55,7 +42,7 @@ def run(options: argparse.Namespace) -> None:
         "budget_bytes": options.budget,
         "max_position_embeddings": config.max_position_embeddings,
         "bf16_bytes": kvq.size.dense_nbytes(config, options.batch, context),
-        "device": _device(options.roofline, config),
+        "device": None if device is None else memory_roofline.describe_device(device, config),
         "caches": caches,
     }
     if options.json:
@@ -67,28 +54,11 @@ def run(options: argparse.Namespace) -> None:
         memory_mesh.print_shares(caches, options.device)
 
 
-def _on_mesh(
-    options: argparse.Namespace, spec: kvq.cache.CacheSpec, config: LlamaConfig, context: int
-) -> dict[str, Any] | None:
-    if options.mesh is None:
-        return None
-    from kvq_tools.cli import memory_mesh
-
-    sizes = options.batch, context, options.dtype
-    return memory_mesh.describe(spec, config, *sizes, options.mesh, options.devices, options.device)
-
-
-def describe(
-    spec: kvq.cache.CacheSpec,
-    config: LlamaConfig,
-    batch: int,
-    context: int,
-    dtype: str,
-    budget: int | None = None,
-    device: Device | None = None,
+def _described(
+    spec: kvq.cache.CacheSpec, config: LlamaConfig, context: int, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Return the numbers of one cache, all counted from its layout. `roofline` is there only with a
-    device."""
+    """Return the numbers of one cache, all counted from its layout."""
+    batch, dtype, budget, device = options.batch, options.dtype, options.budget, options.roofline
     layout = kvq.cache.layout(spec, config, batch, context, dtype)
     size = kvq.size.of(spec, config, batch, context, dtype)
     return {
@@ -111,27 +81,21 @@ def describe(
             if budget is None
             else cache_sizes.largest_context(spec, config, batch, dtype, budget)
         ),
-        "roofline": _roofline(layout, config, dtype, device),
+        "roofline": (
+            None if device is None else memory_roofline.describe(layout, config, dtype, device)
+        ),
+        "mesh": None if options.mesh is None else _on_mesh(spec, config, context, options),
     }
 
 
-def _device(device: Device | None, config: LlamaConfig) -> dict[str, Any] | None:
-    if device is None:
-        return None
-    from kvq_tools.cli import memory_roofline
+def _on_mesh(
+    spec: kvq.cache.CacheSpec, config: LlamaConfig, context: int, options: argparse.Namespace
+) -> dict[str, Any]:
+    from kvq_tools.cli import memory_mesh  # imported late: it takes longer than all counting
 
-    return memory_roofline.describe_device(device, config)
-
-
-def _roofline(
-    layout: Cache, config: LlamaConfig, dtype: str, device: Device | None
-) -> dict[str, Any] | None:
-    if device is None:
-        return None
-    from kvq_tools.cli import memory_roofline
-
-    itemsize = jnp.dtype(dtype).itemsize
-    return memory_roofline.describe(layout, config, parameter_bytes(layout), itemsize, device)
+    ways = options.mesh, options.devices, options.device
+    with inputs.input_errors():
+        return memory_mesh.describe(spec, config, options.batch, context, options.dtype, *ways)
 
 
 def paper_layout_bytes(cache: Cache) -> int | None:
@@ -179,8 +143,6 @@ def _print(result: dict[str, Any]) -> None:
     for cache in result["caches"]:
         _print_notes(cache)
     if result["device"] is not None:
-        from kvq_tools.cli import memory_roofline
-
         memory_roofline.print_roofline(result["caches"], result["device"])
     if result["budget_bytes"] is not None:
         print_line(
