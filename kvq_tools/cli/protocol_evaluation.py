@@ -7,16 +7,10 @@ from typing import Any
 
 import kvq_jax as kvq
 from kvq_models.inference.memory import CACHE_DTYPE
-from kvq_models.inference.method_parameters import prepare
 from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli import cache_sizes, inputs, text_input
-from kvq_tools.cli.console import (
-    UserError,
-    check_finite,
-    input_errors,
-    print_json,
-)
-from kvq_tools.cli.model_loading import load_model
+from kvq_tools.cli.console import UserError, check_finite, input_errors, print_json
+from kvq_tools.cli.model_loading import load_model, prepared
 from kvq_tools.cli.tables import print_line, print_table
 from kvq_tools.evaluation.intervals import Estimate
 from kvq_tools.evaluation.protocol import (
@@ -58,11 +52,7 @@ def run(options: argparse.Namespace) -> None:
         sizes = sizes_for(config, text, options.window)
         rows = cut(text, sizes, tokenizer.bos_token_id)
         specs = [windowed(spec, config, sizes) for _, spec in options.cache]
-    llama = load_model(options)
-    with input_errors():
-        models = [
-            (prepare(llama, spec, file), spec) for spec, file in zip(specs, files, strict=True)
-        ]
+    models = prepared(load_model(options), specs, files)
     kept, measured = {}, {}
     for reading in READINGS:
         measured[reading] = measure(models, rows, range(len(rows)), sizes, reading, kept)

@@ -12,7 +12,6 @@ from typing import Any
 
 import kvq_jax as kvq
 from kvq_models.inference.memory import CACHE_DTYPE
-from kvq_models.inference.method_parameters import prepare
 from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli import cache_sizes, inputs, json_lines, text_input
 from kvq_tools.cli.console import (
@@ -24,7 +23,7 @@ from kvq_tools.cli.console import (
     progress,
     warn,
 )
-from kvq_tools.cli.model_loading import load_model
+from kvq_tools.cli.model_loading import load_model, prepared
 from kvq_tools.cli.options.tasks import MOST_LENGTH, SAMPLES
 from kvq_tools.cli.tables import print_table
 from kvq_tools.evaluation.tasks.filler import NoRoomError
@@ -126,9 +125,7 @@ def run_task(
     with progress("making prompts"), input_errors():
         samples = make(prompts, config)
         check_samples(samples, config)
-    llama = load_model(options)
-    with input_errors():
-        models = [prepare(llama, spec, file) for (_, spec), file in zip(caches, files, strict=True)]
+    models = prepared(load_model(options), [spec for _, spec in caches], files)
     longest = max(len(sample.prompt) + sample.max_new_tokens for sample in samples)
     for text, spec in caches:
         inputs.warn_if_exact(
@@ -138,7 +135,7 @@ def run_task(
             f"in samples of at most {longest} tokens",
         )
     measured, broken = [], []
-    for (text, spec), model in zip(caches, models, strict=True):
+    for (text, _), (model, spec) in zip(caches, models, strict=True):
         started, answers = time.perf_counter(), []
         for answer in run(
             model,

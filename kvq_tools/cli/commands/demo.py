@@ -18,7 +18,6 @@ import numpy as np
 import kvq_jax as kvq
 from kvq_models.inference import decoding
 from kvq_models.inference.memory import CACHE_DTYPE
-from kvq_models.inference.method_parameters import prepare
 from kvq_models.inference.sampling import Sampling
 from kvq_models.llama.checkpoint import load_llama
 from kvq_models.llama.config import LlamaConfig
@@ -35,6 +34,7 @@ from kvq_tools.cli.console import (
     progress,
 )
 from kvq_tools.cli.continuation import Continuation
+from kvq_tools.cli.model_loading import prepared
 from kvq_tools.cli.options.demo import CACHES
 from kvq_tools.cli.planned import NamedCache
 from kvq_tools.cli.tables import print_table
@@ -75,12 +75,12 @@ def run(options: argparse.Namespace) -> None:
         )
     with loading(options.model), input_errors():
         llama, _ = load_llama(options.model, dtype=MODEL_DTYPE)
-        models = [prepare(llama, spec, file) for (_, spec), file in zip(caches, files, strict=True)]
+        models = prepared(llama, [spec for _, spec in caches], files)
     started = time.perf_counter()
     with progress(f"compiling for {len(caches)} caches"):
         rows = [
             DemoRun(name, spec, model, task)
-            for (name, spec), model in zip(caches, models, strict=True)
+            for (name, _), (model, spec) in zip(caches, models, strict=True)
         ]
         generations = _in_threads(DemoRun.compile, rows)
     compile_seconds = time.perf_counter() - started

@@ -10,17 +10,10 @@ from typing import Any
 import kvq_jax as kvq
 from kvq_jax.cache.size import COMPARED_BATCHES
 from kvq_models.inference.memory import CACHE_DTYPE
-from kvq_models.inference.method_parameters import prepare
 from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli import cache_sizes, mesh, protocol_evaluation, text_evaluation
-from kvq_tools.cli.console import (
-    bar,
-    check_finite,
-    format_bytes,
-    input_errors,
-    print_json,
-)
-from kvq_tools.cli.model_loading import load_model
+from kvq_tools.cli.console import bar, check_finite, format_bytes, print_json
+from kvq_tools.cli.model_loading import load_model, prepared
 from kvq_tools.cli.tables import print_table
 from kvq_tools.evaluation.results import Evaluation, finite
 from kvq_tools.evaluation.run import evaluate_caches
@@ -36,20 +29,11 @@ def run(options: argparse.Namespace) -> None:
         return
     config, text, settings, files = text_evaluation.checked(options)
     window = min(settings.window, text.ids.size)
+    specs = [spec for _, spec in options.cache]
     placement = mesh.placement_of(
-        options.mesh,
-        [spec for _, spec in options.cache],
-        config,
-        settings.batch,
-        window,
-        options.dtype,
+        options.mesh, specs, config, settings.batch, window, options.dtype
     )
-    llama = load_model(options, placement)
-    with input_errors():
-        models = [
-            (prepare(llama, spec, file), spec)
-            for (_, spec), file in zip(options.cache, files, strict=True)
-        ]
+    models = prepared(load_model(options, placement), specs, files)
     for name, spec in options.cache:
         text_evaluation.warn_if_exact(name, kvq.cache.layout(spec, config, 1, window), settings)
     started = time.perf_counter()

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import kvq_jax as kvq
-from kvq_models.inference.method_parameters import prepare
 from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli import inputs, text_evaluation
 from kvq_tools.cli.console import (
@@ -20,7 +19,7 @@ from kvq_tools.cli.console import (
     input_errors,
     print_json,
 )
-from kvq_tools.cli.model_loading import load_model
+from kvq_tools.cli.model_loading import load_model, prepared
 from kvq_tools.cli.options.report import CONTEXTS, NO_CONTEXTS
 from kvq_tools.cli.tables import print_line
 from kvq_tools.evaluation.defaults import BATCH, BUCKETS, CHUNK, STEP
@@ -79,12 +78,11 @@ def _made(options: argparse.Namespace) -> schema.CacheReport:
     shown = _contexts(options, config)
     inputs.output_directory(options.out)  # fails now rather than at the end
     plain = load_model(options)
-    with input_errors():
-        prepared = zip(options.cache, files, strict=True)
-        candidates = [
-            times.PreparedCache(name, spec, prepare(plain, spec, file))
-            for (name, spec), file in prepared
-        ]
+    models = prepared(plain, [spec for _, spec in options.cache], files)
+    candidates = [
+        times.PreparedCache(name, spec, llama)
+        for name, (llama, spec) in zip(names, models, strict=True)
+    ]
     for name, spec in options.cache:
         text_evaluation.warn_if_exact(
             name, kvq.cache.layout(spec, config, 1, min(settings.window, text.ids.size)), settings
