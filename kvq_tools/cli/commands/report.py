@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import shlex
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +72,9 @@ def _made(options: argparse.Namespace) -> schema.CacheReport:
             " report.json"
         )
     names = [name for name, _ in options.cache]
-    twice = [name for i, name in enumerate(names) if name in names[:i]]
-    if twice:
-        raise UserError(f"--cache {twice[0]} is given twice")
+    ((name, count),) = Counter(names).most_common(1)
+    if count > 1:
+        raise UserError(f"--cache {name} is given {count} times")
     config, text, settings, files = text_evaluation.checked(options)
     shown = _contexts(options, config)
     inputs.output_directory(options.out)  # fails now rather than at the end
