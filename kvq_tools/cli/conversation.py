@@ -75,12 +75,10 @@ class Conversation:
         system: str | None = None,
         saved: SavedPrompt | None = None,
     ) -> None:
-        self._llama, self._tokenizer, self._new_cache, self._settings = (
-            llama,
-            tokenizer,
-            new_cache,
-            settings,
-        )
+        self._llama = llama
+        self._tokenizer = tokenizer
+        self._new_cache = new_cache
+        self._settings = settings
         self._opening: tuple[dict[str, str], ...] = (
             () if system is None else ({"role": "system", "content": system},)
         )

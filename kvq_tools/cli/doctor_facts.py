@@ -63,10 +63,8 @@ def rebuilds_keys(spec: kvq.cache.CacheSpec, config: LlamaConfig) -> bool:
 
 
 def _outliers(config: LlamaConfig, spec: kvq.cache.CacheSpec) -> str:
-    width, fraction = (
-        config.num_key_value_heads * config.head_dim,
-        kvq.size.outlier_fraction(spec, config),
-    )
+    width = config.num_key_value_heads * config.head_dim
+    fraction = kvq.size.outlier_fraction(spec, config)
     return (
         f"full-precision slots for {fraction:.2%} of all elements; a token has {width} of each side"
         if fraction

@@ -90,10 +90,8 @@ def optimized(png: bytes) -> bytes:
 
     with Image.open(io.BytesIO(png)) as image:
         opaque = image.convert("RGB")
-    small, out = (
-        opaque.quantize(PALETTE, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE),
-        io.BytesIO(),
-    )
+    small = opaque.quantize(PALETTE, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    out = io.BytesIO()
     small.save(out, "png", optimize=True)
     return out.getvalue()
 
