@@ -11,10 +11,12 @@ import jax
 import pytest
 
 import kvq_jax as kvq
+from kvq_models.llama.gguf_tokenizer import core_of, tokenizer_of
 from kvq_tools.cli import inputs, text_input
 from kvq_tools.cli.console import UserError
 from kvq_tools.cli.continuation import Continuation
-from tests.kvq_models.checkpoints import PROMPT, tiny_config
+from tests.kvq_models.checkpoints import CHAT_TEMPLATE, PROMPT, tiny_config
+from tests.kvq_models.gguf_files import byte_level
 
 NEW = 12
 
@@ -55,6 +57,29 @@ def test_a_stream_shows_no_end_token(model):
         stream = Continuation(tokenizer if tokens else None, [1], (ids[0] + 1000, 7))
         assert stream.push([*ids, 7]) == shown
         assert stream.push([*ids, 7], last=True) == ""
+
+
+def test_a_chat_template_wraps_the_prompt_as_the_users_turn(model):
+    pytest.importorskip("jinja2", reason="chat templates need jinja2")
+    tokenizer = text_input.load_tokenizer(str(model))
+    tokenizer.chat_template = CHAT_TEMPLATE
+    ids = text_input.encode(tokenizer, "hi", chat=True)
+    assert tokenizer.decode(ids) == "<user>hi|<assistant>"
+    tokenizer.chat_template = "{{ nothing.there.at_all }}"
+    with pytest.raises(UserError, match="chat template fails"):
+        text_input.encode(tokenizer, "hi", chat=True)
+
+
+def test_a_template_that_writes_the_first_token_gives_one_of_it():
+    """A template writes special tokens itself."""
+    template = "{{ bos_token }}{{ messages[0]['content'] }}"
+    fields = {f"tokenizer.ggml.{name}": value for name, value in byte_level().items()}
+    fields |= {"tokenizer.ggml.add_bos_token": True, "tokenizer.chat_template": template}
+    tokenizer = tokenizer_of(fields, core_of(fields))
+    bos = tokenizer.bos_token_id
+    assert text_input.encode(tokenizer, "THE", chat=True).count(bos) == 1
+    assert text_input.encode(tokenizer, "THE").count(bos) == 1
+    assert tokenizer(f"{tokenizer.bos_token}THE").input_ids.count(bos) == 2, "the control"
 
 
 BOM = b"\xef\xbb\xbf"
