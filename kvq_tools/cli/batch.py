@@ -59,7 +59,7 @@ class PromptLine:
 def run(options: argparse.Namespace) -> None:
     """Answer the prompts of --prompts that --out does not have yet."""
     config = inputs.read_config(options.model, options.cache)
-    inputs.check_calibration_file(config, options.cache, options.calibration)
+    inputs.check_calibration(options, config)
     tokenizer = text_input.load_tokenizer(options.model)
     items = read_items(options, config, tokenizer)
     with _answers(Path(options.out)) as (before, out):

@@ -127,13 +127,8 @@ def run_task(
         check_samples(samples, config)
     models = prepared(load_model(options), [spec for _, spec in caches], files)
     longest = max(len(sample.prompt) + sample.max_new_tokens for sample in samples)
-    for text, spec in caches:
-        inputs.warn_if_exact(
-            text,
-            kvq.cache.layout(spec, config, 1, longest),
-            longest - 1,
-            f"in samples of at most {longest} tokens",
-        )
+    where = f"in samples of at most {longest} tokens"
+    inputs.warn_if_exact(caches, config, longest, longest - 1, where)
     measured, broken = [], []
     for (text, _), (model, spec) in zip(caches, models, strict=True):
         started, answers = time.perf_counter(), []

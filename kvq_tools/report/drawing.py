@@ -131,11 +131,11 @@ def line_of(theme: Theme, number: int, cache: CacheNumbers | StepTimes) -> dict[
     }
 
 
-def legend_below(drawn: Figure, axes: Any, columns: int = 2) -> None:
+def legend_below(drawn: Figure, axes: Any) -> None:
     handles, labels = axes.get_legend_handles_labels()
     if handles:
         drawn.legend(
-            handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=8
+            handles, labels, loc="outside lower center", ncols=2, frameon=False, fontsize=8
         )
 
 

@@ -66,9 +66,9 @@ def magnitudes(
     return tuple(LayerMagnitudes(i, packed(inputs[i].k_rot), packed(inputs[i].v)) for i in layers)
 
 
-def spread(layers: int, most: int = MOST_LAYERS) -> tuple[int, ...]:
-    """Return at most `most` layers, evenly spaced, the first and the last among them."""
-    return tuple(sorted({round(i) for i in np.linspace(0, layers - 1, min(layers, most))}))
+def spread(layers: int) -> tuple[int, ...]:
+    """Return at most MOST_LAYERS layers, evenly spaced, the first and the last among them."""
+    return tuple(sorted({round(i) for i in np.linspace(0, layers - 1, min(layers, MOST_LAYERS))}))
 
 
 def errors(

@@ -66,13 +66,8 @@ def run(options: argparse.Namespace) -> None:
     task = make_task(
         text_input.encode(tokenizer, text), config, options.context, options.new_tokens
     )
-    for name, spec in caches:
-        inputs.warn_if_exact(
-            name,
-            kvq.cache.layout(spec, config, 1, task.capacity),
-            task.capacity - 1,
-            f"in {task.capacity} tokens",
-        )
+    capacity = task.capacity
+    inputs.warn_if_exact(caches, config, capacity, capacity - 1, f"in {capacity} tokens")
     with loading(options.model), input_errors():
         llama, _ = load_llama(options.model, dtype=MODEL_DTYPE)
         models = prepared(llama, [spec for _, spec in caches], files)

@@ -34,8 +34,7 @@ def run(options: argparse.Namespace) -> None:
         options.mesh, specs, config, settings.batch, window, options.dtype
     )
     models = prepared(load_model(options, placement), specs, files)
-    for name, spec in options.cache:
-        text_evaluation.warn_if_exact(name, kvq.cache.layout(spec, config, 1, window), settings)
+    text_evaluation.warn_if_exact(options.cache, config, window, settings)
     started = time.perf_counter()
     evaluations = evaluate_caches(
         models,

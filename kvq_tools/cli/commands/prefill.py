@@ -31,7 +31,7 @@ from kvq_tools.cli.tables import print_line
 
 def run(options: argparse.Namespace) -> None:
     config = inputs.read_config(options.model, options.cache)
-    inputs.check_calibration_file(config, options.cache, options.calibration)
+    inputs.check_calibration(options, config)
     _, prompt, opening = read_prompt(options, config)
     out = inputs.output_file(options.out)
     capacity = options.capacity or len(prompt) + ROOM

@@ -9,7 +9,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import kvq_jax as kvq
 from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli import inputs, text_evaluation
 from kvq_tools.cli.console import (
@@ -84,10 +83,8 @@ def _made(options: argparse.Namespace) -> schema.CacheReport:
         times.PreparedCache(name, spec, llama)
         for name, (llama, spec) in zip(names, models, strict=True)
     ]
-    for name, spec in options.cache:
-        text_evaluation.warn_if_exact(
-            name, kvq.cache.layout(spec, config, 1, min(settings.window, text.ids.size)), settings
-        )
+    window = min(settings.window, text.ids.size)
+    text_evaluation.warn_if_exact(options.cache, config, window, settings)
     sample = min(options.sample, text.ids.size, config.positions)
     plan = ReportPlan(
         options.model,

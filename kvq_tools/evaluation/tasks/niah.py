@@ -41,7 +41,7 @@ FIELDS = Fields(
     {"input": str, "outputs": list}, {"answer_prefix": str}, filled=("input", "outputs")
 )
 ANSWER_PREFIX = " The special magic {things} for {keys} mentioned in the provided text {are}"
-NEEDLE_TOKENS = 8  # at least so many per needle
+LEAST_NEEDLE = 8  # tokens
 
 
 SINGULAR = {"Some": "A", "are": "is", "are_all": "is"}
@@ -222,7 +222,7 @@ def _haystack(
         case _:
             others = (
                 (_drawn(kind.keys, rng), _drawn(kind.values, rng))
-                for _ in range(budget // NEEDLE_TOKENS)
+                for _ in range(budget // LEAST_NEEDLE)
             )
             return [_needle(kind, key, value) for key, value in others if key not in taken]
 

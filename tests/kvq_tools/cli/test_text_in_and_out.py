@@ -15,6 +15,7 @@ from kvq_models.llama.gguf_tokenizer import core_of, tokenizer_of
 from kvq_tools.cli import inputs, text_input
 from kvq_tools.cli.console import UserError
 from kvq_tools.cli.continuation import Continuation
+from kvq_tools.cli.planned import NamedCache
 from tests.kvq_models.checkpoints import CHAT_TEMPLATE, PROMPT, tiny_config
 from tests.kvq_models.gguf_files import byte_level
 
@@ -106,7 +107,8 @@ def test_one_default_dtype_is_the_fastest_on_the_device(backend, dtype, monkeypa
         options = argparse.Namespace(dtype=action.default)
         assert inputs.model_dtype(options) == dtype, f"kvq {command}"
         for cache, rows in (("dense", dtype), ("kivi:bits=2", "bfloat16")):
-            assert inputs.rows_dtype(options, kvq.parse(cache)) == rows, f"kvq {command} {cache}"
+            options.cache = NamedCache(cache, kvq.parse(cache))
+            assert inputs.rows_dtype(options) == rows, f"kvq {command} {cache}"
     assert inputs.model_dtype(argparse.Namespace(dtype="float16")) == "float16", (
         "what is asked for is taken"
     )
