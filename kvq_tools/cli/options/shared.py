@@ -165,6 +165,48 @@ def add_prompt(parser: argparse.ArgumentParser, *, required: bool) -> Any:
     return prompt
 
 
+def add_samples(parser: argparse.ArgumentParser, samples: int, length: int, *, result: str) -> None:
+    """Add the random samples of a text that the model runs on. They decide the `result`."""
+    parser.add_argument(
+        "--samples",
+        metavar="N",
+        type=values.positive,
+        default=samples,
+        help="random samples of the text (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--length",
+        metavar="W",
+        type=values.positive,
+        help=f"tokens per sample (default: {length}, at most the positions of the model)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=values.seed,
+        default=0,
+        help=f"seed of the samples: the same seed gives the same {result} (default: 0)",
+    )
+
+
+def add_sequences(parser: argparse.ArgumentParser) -> None:
+    """Add the number of sequences of a cache, and their length."""
+    parser.add_argument(
+        "--context",
+        metavar="S",
+        type=values.token_count,
+        help=(
+            "tokens per sequence, such as 4096, 128K or 10M (default: the positions of the model)"
+        ),
+    )
+    parser.add_argument(
+        "--batch",
+        metavar="B",
+        type=values.positive,
+        default=1,
+        help="sequences (default: %(default)s)",
+    )
+
+
 def add_mesh(parser: argparse.ArgumentParser) -> None:
     """Add --mesh, which `placement_of` reads."""
     parser.add_argument(
