@@ -20,7 +20,8 @@ from kvq_models.inference.engine.engine import Engine
 from kvq_models.inference.engine.requests import Ended, Request, Token
 from kvq_models.inference.sampling import Sampling
 from kvq_models.llama.config import LlamaConfig
-from kvq_tools.cli import engines, inputs, interruption, json_lines, sampling_options, text_input
+from kvq_tools import json_lines
+from kvq_tools.cli import engines, inputs, interruption, sampling_options, text_input
 from kvq_tools.cli.console import (
     UserError,
     bar,

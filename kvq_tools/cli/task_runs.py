@@ -13,7 +13,8 @@ from typing import Any
 import kvq_jax as kvq
 from kvq_models.inference.memory import CACHE_DTYPE
 from kvq_models.llama.config import LlamaConfig
-from kvq_tools.cli import cache_sizes, inputs, json_lines, text_input
+from kvq_tools import json_lines
+from kvq_tools.cli import cache_sizes, inputs, text_input
 from kvq_tools.cli.console import (
     UserError,
     bar,

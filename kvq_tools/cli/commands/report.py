@@ -20,13 +20,12 @@ from kvq_tools.cli.console import (
     print_json,
 )
 from kvq_tools.cli.model_loading import load_model, prepared
-from kvq_tools.cli.options.report import CONTEXTS, NO_CONTEXTS
+from kvq_tools.cli.options.report import CONTEXTS, NO_CONTEXTS, SAMPLE, STEPS
 from kvq_tools.cli.tables import print_line
 from kvq_tools.evaluation.defaults import BATCH, BUCKETS, CHUNK, STEP
 from kvq_tools.evaluation.settings import Settings
 from kvq_tools.report import schema, times, write
 from kvq_tools.report.collect import ReportPlan, collect
-from kvq_tools.report.defaults import SAMPLE, STEPS
 from kvq_tools.report.quality import advice, front_by, verdict
 
 SOURCES = ("model", "text", "cache")  # --from replaces these

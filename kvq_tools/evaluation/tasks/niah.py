@@ -23,6 +23,7 @@ from kvq_tools.evaluation.tasks.kinds import NEEDLE_KINDS as KINDS
 from kvq_tools.evaluation.tasks.kinds import NEEDLE_TOKENS as MAX_NEW_TOKENS
 from kvq_tools.evaluation.tasks.kinds import NeedleKind
 from kvq_tools.evaluation.tasks.sample import (
+    LENGTH_RULE,
     AnswerRule,
     Fields,
     Scores,
@@ -70,10 +71,7 @@ RULES = {
         "share of the haystack before the needle that is asked for; all others stand anywhere, and"
         " all where several are asked for"
     ),
-    "length": (
-        "tokens of the prompt and of max_new_tokens; the prompt is at most that long, and nothing"
-        " is cut"
-    ),
+    "length": LENGTH_RULE,
     "score": "share of the values that the answer contains, in upper or lower case",
 }
 FILE_RULES = {"prompt": "of the file", "length": RULES["length"], "score": RULES["score"]}

@@ -10,6 +10,11 @@ from typing import Any
 
 from kvq_tools.growing_text import decoded
 
+LENGTH_RULE = (
+    "tokens of the prompt and of max_new_tokens; the prompt is at most that long, and nothing is"
+    " cut"
+)
+
 Scores = dict[str, float]  # by metric, each between 0 and 1; the first is the task's main metric
 
 
