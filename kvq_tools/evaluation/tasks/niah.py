@@ -69,7 +69,7 @@ RULES = {
     ),
     "depth": (
         "share of the haystack before the needle that is asked for; all others stand anywhere, and"
-        " all where several are asked for"
+        " all if several are asked for"
     ),
     "length": LENGTH_RULE,
     "score": "share of the values that the answer contains, in upper or lower case",
