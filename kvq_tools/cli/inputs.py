@@ -7,7 +7,6 @@ import argparse
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -120,13 +119,6 @@ def warn_if_exact(
             )
         elif read is not None and not kvq.size.quantized_tokens(layout, read):
             warn(f"{name}: {where} nothing is read quantized, so this is the full-precision model")
-
-
-def raw_config(model: str) -> dict[str, Any]:
-    """Return the configuration as the file has it (config.json, or a GGUF file's metadata),
-    including what `LlamaConfig` drops."""
-    with input_errors():
-        return dict(open_checkpoint.open_checkpoint(model, "config").fields)
 
 
 def output_file(path: str, option: str = "--out") -> Path:

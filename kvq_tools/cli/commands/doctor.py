@@ -8,9 +8,10 @@ from typing import Any
 
 import kvq_jax as kvq
 from kvq_jax.attention import dispatch
+from kvq_jax.codecs.codec import Codec
+from kvq_jax.layer.plan import LayerPlan
 from kvq_tools.cli import compilation_cache, doctor_facts, inputs
 from kvq_tools.cli.console import print_json
-from kvq_tools.cli.doctor_layers import describe_layer
 from kvq_tools.cli.doctor_warnings import known_problems
 from kvq_tools.cli.tables import layer_runs, print_line, print_table
 
@@ -27,7 +28,7 @@ def run(options: argparse.Namespace) -> None:
     )
     heads = config.num_attention_heads
     layers = [
-        describe_layer(index, plan, cache.spec, heads) | doctor_facts.bias_facts(biases, index)
+        _described(index, plan, cache.spec, heads) | doctor_facts.bias_facts(biases, index)
         for index, plan in enumerate(cache.plans)
     ]
     result = {
@@ -41,7 +42,7 @@ def run(options: argparse.Namespace) -> None:
             "body": cache.spec.regions(context).body_capacity,
         },
         "facts": (
-            doctor_facts.facts(config, cache.spec, inputs.raw_config(options.model), biases)
+            doctor_facts.facts(options.model, config, cache.spec, biases)
             | {
                 "calibration": calibration,
                 "kernels here": dispatch.kernels_here(),
@@ -54,6 +55,51 @@ def run(options: argparse.Namespace) -> None:
         "warnings": known_problems(config, cache, biases) + missing,
     }
     print_json("doctor", result) if options.json else _print(result, options.cache.text)
+
+
+def _described(
+    index: int, plan: LayerPlan, spec: kvq.cache.CacheSpec, query_heads: int
+) -> dict[str, Any]:
+    """Describe a layer: both sides (`kv` if both are read from the same rows), why one is left in
+    full precision, and why GPU and CPU kernels cannot read the layer (None if they can)."""
+    exact = [side for side, method in (("k", spec.k), ("v", spec.v)) if method.exact]
+    reason = None
+    if index in spec.skip_layers:
+        reason = "skip_layers names it"
+    elif spec.exact:
+        reason = "the cache is dense"
+    elif not plan.quantizes:
+        reason = "its options keep rows as they are"
+    elif exact:
+        reason = f"{exact[0]} is {getattr(spec, exact[0]).name}"
+    sides = {side: _side(codec, plan) for side, codec in zip(plan.names, plan.codecs, strict=True)}
+    return {
+        "layer": index,
+        "quantized": plan.quantizes,
+        "reason": reason,
+        "no_kernel": dispatch.unsupported(plan, query_heads, 1),
+        "no_native_kernel": dispatch.unsupported(plan, query_heads, 1, "native"),
+        **sides,
+    }
+
+
+def _side(codec: Codec, plan: LayerPlan) -> dict[str, Any]:
+    """Return the codec's resolved options, its stored bits per element of keys or values, and how
+    its codes are packed."""
+    tokens = 32 * plan.regions.block
+    body = codec.body(1, plan.heads, tokens)
+    described = codec.describe()
+    described["stored_bits"] = (
+        8 * kvq.size.nbytes(body) / (plan.heads * tokens * plan.head_dim * (2 if plan.joint else 1))
+    )
+    if layout := codec.facts.code_layout:
+        described["packing"] = {
+            "code_bits": layout.bits,
+            "plane_channels": layout.width,
+            "tokens_per_word_row": layout.slots,
+            "padding_channels": layout.chunks * layout.width - layout.channels,
+        }
+    return described
 
 
 def _print(result: dict[str, Any], cache: str) -> None:
