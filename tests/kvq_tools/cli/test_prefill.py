@@ -71,6 +71,8 @@ def test_the_tokens_are_those_of_one_process(
     ("options", "message"),
     [
         (("--cache", "kivi:bits=2"), ", but --cache is 'kivi:bits=2'"),
+        (("--capacity", 256), "--capacity is for one prompt or many prompts: kvq prefill has"),
+        (("--mesh", "heads=2"), "--mesh is for one prompt: kvq prefill has already made"),
         (("--max-new-tokens", 500), "has room for 128"),
         (("--prompts", "x.jsonl"), "--from continues one saved prompt: leave out --prompts"),
         (("--chat",), "holds a text, not a chat: leave out --chat"),
