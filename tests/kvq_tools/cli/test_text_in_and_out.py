@@ -83,6 +83,16 @@ def test_a_template_that_writes_the_first_token_gives_one_of_it():
     assert tokenizer(f"{tokenizer.bos_token}THE").input_ids.count(bos) == 2, "the control"
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "common"),
+    [([1, 2, 3], [1, 2, 4], 2), ([1, 2], [1, 2, 3], 2), ([1, 2, 3], [1], 1), ([2, 1], [1], 0)],
+)
+def test_a_common_prefix_ends_at_the_first_difference_or_with_the_shorter_list(
+    first, second, common
+):
+    assert text_input.common_prefix(first, second) == common
+
+
 BOM = b"\xef\xbb\xbf"
 
 
