@@ -43,6 +43,7 @@ def run_json(run):
         code, out, err = run(*arguments, "--json")
         assert code == 0, f"{arguments} failed: {err}"
         found = json.loads(out)
+        assert found["version"] == 1
         undescribed = undescribed_keys(found)
         assert not undescribed, f"docs/json.md lacks {undescribed} of {found['format']}"
         return found

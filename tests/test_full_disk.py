@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvq_jax.files.whole import UNFINISHED
-from kvq_tools.cli import json_lines
+from kvq_tools import json_lines
 from tests.kvq_models.checkpoints import PROMPT
 from tests.writers import WRITERS
 

@@ -13,7 +13,8 @@ from benchmarks.protocol import caches
 from benchmarks.protocol.code_text import code_text
 from kvq_models.llama.checkpoint import read_config
 from kvq_models.llama.config import LlamaConfig
-from kvq_tools.evaluation.protocol import READINGS, Reading, Sizes, passage, windowed
+from kvq_tools.evaluation.protocol import READINGS, Reading, Sizes, windowed
+from kvq_tools.evaluation.text import passage
 
 DOMAINS = "encyclopedia", "novel", "code"
 SHIPPED = {"code": code_text, "passage": passage}

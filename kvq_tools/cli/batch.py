@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import json
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,7 +20,8 @@ from kvq_models.inference.engine.engine import Engine
 from kvq_models.inference.engine.requests import Ended, Request, Token
 from kvq_models.inference.sampling import Sampling
 from kvq_models.llama.config import LlamaConfig
-from kvq_tools.cli import engines, inputs, interruption, json_lines, sampling_options, text_input
+from kvq_tools import json_lines
+from kvq_tools.cli import engines, inputs, interruption, sampling_options, text_input
 from kvq_tools.cli.console import (
     UserError,
     bar,
@@ -58,7 +60,7 @@ class PromptLine:
 def run(options: argparse.Namespace) -> None:
     """Answer the prompts of --prompts that --out does not have yet."""
     config = inputs.read_config(options.model, options.cache)
-    inputs.check_calibration_file(config, options.cache, options.calibration)
+    inputs.check_calibration(options, config)
     tokenizer = text_input.load_tokenizer(options.model)
     items = read_items(options, config, tokenizer)
     with _answers(Path(options.out)) as (before, out):
@@ -81,13 +83,10 @@ def run(options: argparse.Namespace) -> None:
             with interruption.advised("run the same command again to continue"):
                 shown = bar(pending, "generating answers")
                 for _, (item, ids, reason) in zip(shown, answered(engine, pending), strict=True):
-                    text = (
-                        None
-                        if tokenizer is None
-                        else Continuation(
-                            tokenizer, list(item.request.prompt), config.eos_token_ids
-                        ).text(ids)
-                    )
+                    prompt, ends = list(item.request.prompt), config.eos_token_ids
+                    text = None
+                    if tokenizer is not None:
+                        text = Continuation(tokenizer, prompt, ends).text(ids)
                     _write(out, item, ids, reason, text)
                     tokens, lost = tokens + len(ids), lost + (reason == "not-finite")
     seconds = time.monotonic() - started
@@ -171,14 +170,9 @@ def read_items(
         items.append(PromptLine(name, digest, request))
     if not items:
         raise UserError(f"{options.prompts!r} has no prompts")
-    names = [item.id for item in items]
-    twice = (
-        next((name for i, name in enumerate(names) if name in names[:i]), None)
-        if len(set(names)) < len(names)
-        else None
-    )
-    if twice is not None:
-        raise UserError(f"{options.prompts!r} has two prompts with the id {twice!r}")
+    ((name, count),) = Counter(item.id for item in items).most_common(1)
+    if count > 1:
+        raise UserError(f"{options.prompts!r} has {count} prompts with the id {name!r}")
     return items
 
 
@@ -203,14 +197,8 @@ def _request(
                 f"{name} must be {'an integer' if kind is int else 'a number'}, got"
                 f" {fields[name]!r}"
             )
-    rule = dataclasses.replace(
-        base,
-        **{
-            name: fields[name]
-            for name in ("temperature", "top_k", "top_p", "min_p")
-            if name in fields
-        },
-    )
+    rules = ("temperature", "top_k", "top_p", "min_p")
+    rule = dataclasses.replace(base, **{name: fields[name] for name in rules if name in fields})
     new = fields.get("max_new_tokens", options.max_new_tokens)
     if new < 1:
         raise ValueError(f"max_new_tokens={new} must be at least 1")

@@ -150,8 +150,9 @@ def progress(
     """Show a message on stderr: with the seconds so far in a terminal, as a line elsewhere.
 
     Nothing else may show progress in the meantime. With `tokens`, the number of tokens that are
-    read at once, a line follows every few seconds where no terminal is, and the speed at the end.
-    `share` returns which part of them is read so far, from 0 (also if that is unknown) to 1.
+    read at once, the speed is shown at the end, and before it a line every few seconds if stderr is
+    no terminal. `share` returns which part of them is read so far, from 0 (also if that is unknown)
+    to 1.
     """
     message = printable(message) + ("" if tokens is None else f", {tokens} tokens")
     started, done, terminal = time.perf_counter(), threading.Event(), sys.stderr.isatty()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvq_tools.cli.console import printable
-from kvq_tools.growing_text import GrowingText
+from kvq_tools.growing_text import GrowingText, decoded
 
 
 class Continuation:
@@ -22,7 +22,7 @@ class Continuation:
 
     def __init__(self, tokenizer: Any, prompt: list[int], end_ids: tuple[int, ...] = ()):
         self._tokenizer, self._prompt, self._end_ids = tokenizer, prompt, end_ids
-        self._before = "" if tokenizer is None else self._decode(prompt)
+        self._before = "" if tokenizer is None else decoded(tokenizer, prompt)
         self._growing = None if tokenizer is None else GrowingText(tokenizer, prompt)
         self._pushed = 0  # tokens whose text was shown or waits
 
@@ -31,11 +31,11 @@ class Continuation:
         ids = self._without_end(ids)
         if self._tokenizer is None:
             return " ".join(map(str, ids))
-        whole = self._decode([*self._prompt, *ids])
+        whole = decoded(self._tokenizer, [*self._prompt, *ids])
         return (
             whole.removeprefix(self._before)
             if whole.startswith(self._before)
-            else self._decode(ids)
+            else decoded(self._tokenizer, ids)
         )
 
     def push(self, ids: list[int], *, last: bool = False) -> str:
@@ -51,8 +51,3 @@ class Continuation:
 
     def _without_end(self, ids: list[int]) -> list[int]:
         return ids[:-1] if ids and ids[-1] in self._end_ids else ids
-
-    def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(
-            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )

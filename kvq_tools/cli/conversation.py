@@ -25,8 +25,9 @@ from kvq_models.inference.sampling import Sampling
 from kvq_models.llama.model import Llama
 from kvq_tools.cli.console import UserError
 from kvq_tools.cli.handover import SavedPrompt, can_shorten, shortened
-from kvq_tools.cli.text_input import encode_rendered, render_chat
+from kvq_tools.cli.text_input import common_prefix, encode_rendered, render_chat
 from kvq_tools.cli.timed import compile_generation
+from kvq_tools.growing_text import decoded
 
 Finish = Literal["ended", "max-new-tokens", "full", "stopped"]
 
@@ -74,12 +75,10 @@ class Conversation:
         system: str | None = None,
         saved: SavedPrompt | None = None,
     ) -> None:
-        self._llama, self._tokenizer, self._new_cache, self._settings = (
-            llama,
-            tokenizer,
-            new_cache,
-            settings,
-        )
+        self._llama = llama
+        self._tokenizer = tokenizer
+        self._new_cache = new_cache
+        self._settings = settings
         self._opening: tuple[dict[str, str], ...] = (
             () if system is None else ({"role": "system", "content": system},)
         )
@@ -120,7 +119,7 @@ class Conversation:
         elif self._text is not None and text.startswith(self._text):
             new = encode_rendered(self._tokenizer, text[len(self._text) :])
         else:
-            kept = self._kept(_common(self.ids, ids))
+            kept = self._kept(common_prefix(self.ids, ids[:-1]))
             new = ids[kept:]
         if self._saved is not None and not kept:
             raise UserError("this tokenizer reads another token at the start of the saved text")
@@ -194,12 +193,10 @@ class Conversation:
         """Take over the cache after a segment, with its tokens and text, and return the answer's
         tokens."""
         answer = np.asarray(state.tokens)[0, : int(state.lengths[0])].tolist()
-        said = self._decode(
-            answer[:-1] if self._ended(answer) else answer, skip_special_tokens=True
-        )
+        said = decoded(self._tokenizer, answer[:-1] if self._ended(answer) else answer)
         self.cache, self.ids = state.cache, before + answer
         self.finite &= bool(state.finite[0])
-        self._text = turn.text + self._decode(answer, skip_special_tokens=False)
+        self._text = turn.text + decoded(self._tokenizer, answer, special=True)
         self.messages = (*turn.messages, {"role": "assistant", "content": said})
         return answer
 
@@ -254,17 +251,3 @@ class Conversation:
 
     def _shape(self, turn: ChatTurn) -> tuple[int, int]:
         return bucket(len(turn.tokens)), bucket(self._budget(turn))
-
-    def _decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
-        return self._tokenizer.decode(
-            ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-        )
-
-
-def _common(first: list[int], second: list[int]) -> int:
-    """Return the length of the common prefix of two lists, at most all but the last token of
-    `second`."""
-    same = (a == b for a, b in zip(first, second[:-1], strict=False))
-    return next(
-        (i for i, equal in enumerate(same) if not equal), min(len(first), max(len(second) - 1, 0))
-    )

@@ -7,26 +7,30 @@ import os
 import jax
 
 import kvq_jax as kvq
+from kvq_jax.attention.dispatch import Implementation
+from kvq_models.inference import decoding
 from kvq_models.llama.config import LlamaConfig
-from kvq_tools.cli.console import UserError, format_bytes
+from kvq_tools.cli.console import UserError, format_bytes, input_errors
 
 
 def check_memory(cache: kvq.cache.Cache) -> None:
     """Raise UserError if a device's share of this layout exceeds its memory. Weights and working
     memory are not counted."""
-    size, memory = (
-        (
-            kvq.size.nbytes(cache)
-            if cache.placement is None
-            else cache.placement.shard_nbytes(cache.axes)
-        ),
-        device_memory(),
-    )
+    placement, memory = cache.placement, device_memory()
+    size = kvq.size.nbytes(cache) if placement is None else placement.shard_nbytes(cache.axes)
     if memory is not None and size > memory:
         raise UserError(
             f"a cache of {cache.capacity} tokens takes {format_bytes(size)}, and this device has"
             f" {format_bytes(memory)}"
         )
+
+
+def check_readable(cache: kvq.cache.Cache, implementation: Implementation) -> None:
+    """Raise UserError if a cache of this layout does not fit the device, or if this implementation
+    cannot read it here."""
+    check_memory(cache)
+    with input_errors():
+        decoding.implementations(cache, implementation)
 
 
 def new_cache(

@@ -20,9 +20,9 @@ BIAS_NAME = "model.layers.{}.self_attn.k_proj.bias"
 
 
 def facts(
+    model: str,
     config: LlamaConfig,
     spec: kvq.cache.CacheSpec,
-    hf: dict[str, Any],
     biases: list[np.ndarray] | None,
 ) -> dict[str, str]:
     """Describe in words the facts about the model that matter to a cache."""
@@ -43,7 +43,7 @@ def facts(
             f"{config.rope.rope_type}, theta {config.rope.theta:g}"
             + (f", factor {config.rope.factor:g}" if config.rope.factor != 1 else "")
         ),
-        "sliding_window": _sliding_window(config, hf),
+        "sliding_window": _sliding_window(model, config),
         "outliers": _outliers(config, spec),
         "k_proj_bias": (
             _bias_in_words(config, biases)
@@ -63,10 +63,8 @@ def rebuilds_keys(spec: kvq.cache.CacheSpec, config: LlamaConfig) -> bool:
 
 
 def _outliers(config: LlamaConfig, spec: kvq.cache.CacheSpec) -> str:
-    width, fraction = (
-        config.num_key_value_heads * config.head_dim,
-        kvq.size.outlier_fraction(spec, config),
-    )
+    width = config.num_key_value_heads * config.head_dim
+    fraction = kvq.size.outlier_fraction(spec, config)
     return (
         f"full-precision slots for {fraction:.2%} of all elements; a token has {width} of each side"
         if fraction
@@ -74,13 +72,14 @@ def _outliers(config: LlamaConfig, spec: kvq.cache.CacheSpec) -> str:
     )
 
 
-def _sliding_window(config: LlamaConfig, hf: dict[str, Any]) -> str:
+def _sliding_window(model: str, config: LlamaConfig) -> str:
     if config.sliding_window is not None:
         return (
             f"{config.sliding_window} tokens in {len(config.windowed_layers)} of"
             f" {config.num_hidden_layers} layers"
         )
-    window = hf.get("sliding_window")
+    with input_errors():  # config.json has what `LlamaConfig` drops
+        window = checkpoint.open_checkpoint(model, "config").fields.get("sliding_window")
     return (
         "none"
         if window is None

@@ -45,18 +45,16 @@ def known_problems(
         problems
         + _padding_warnings(cache)
         + _bias_warnings(cache, biases)
-        + _rounding_warnings(cache, biases)
         + _turning_warnings(config, cache, biases)
     )
 
 
 def _padding_warnings(cache: kvq.cache.Cache) -> list[str]:
+    layouts = [codec.facts.code_layout for plan in cache.plans for codec in plan.codecs]
     padded: dict[int, int] = {}
-    for layout in (codec.facts.code_layout for plan in cache.plans for codec in plan.codecs):
-        if layout is not None:
-            padded[layout.channels] = max(
-                padded.get(layout.channels, 0), layout.chunks * layout.width
-            )
+    for layout in filter(None, layouts):
+        stored = layout.chunks * layout.width
+        padded[layout.channels] = max(padded.get(layout.channels, 0), stored)
     return [
         f"codes of {channels} channels are padded to {stored} to fill words, and the padding is"
         " stored"
@@ -66,41 +64,33 @@ def _padding_warnings(cache: kvq.cache.Cache) -> list[str]:
 
 
 def _bias_warnings(cache: kvq.cache.Cache, biases: list[np.ndarray] | None) -> list[str]:
-    """Warn of large key biases: channels that share a scale are quantized with the step of the
-    channel with the largest constant part."""
+    """Warn of large key biases. Channels that share a scale are quantized with the step of the
+    channel with the largest constant part. The rounding of floats is as large as they are, while
+    other channels keep their precision."""
     problems = []
     for layer, (plan, bias) in enumerate(zip(cache.plans, biases or [], strict=False)):
-        bits, largest = plan.k.facts.channel_group_bits, float(np.abs(bias).max())
-        if bits is None or largest < LARGE_BIAS:
+        facts, largest = plan.k.facts, float(np.abs(bias).max())
+        if largest < LARGE_BIAS:
             continue
-        if plan.k.facts.normalizes_channels:
+        found = f"layer {layer}: k_proj bias up to {largest:.3g}"
+        if facts.channel_group_bits is not None and facts.normalizes_channels:
             problems.append(
-                f"layer {layer}: k_proj bias up to {largest:.3g}; dividing keys by their channel's"
-                " norm removes only its square root: add subtract_bias=true"
+                f"{found}; dividing keys by their channel's norm removes only its square root: add"
+                " subtract_bias=true"
             )
-        else:
-            step = 2 * largest / (2**bits - 1)
+        elif facts.channel_group_bits is not None:
+            step = 2 * largest / (2**facts.channel_group_bits - 1)
             problems.append(
-                f"layer {layer}: k_proj bias up to {largest:.3g} makes steps of about {step:.3g} in"
-                " per-token key groups, which erases smaller channels; add subtract_bias=true, or"
-                f" use per-channel keys before RoPE (k=kivi:pre_rope=true) or skip_layers={layer}"
+                f"{found} makes steps of about {step:.3g} in per-token key groups, which erases"
+                " smaller channels; add subtract_bias=true, or use per-channel keys before RoPE"
+                f" (k=kivi:pre_rope=true) or skip_layers={layer}"
             )
-    return problems
-
-
-def _rounding_warnings(cache: kvq.cache.Cache, biases: list[np.ndarray] | None) -> list[str]:
-    """Warn of large key biases that are stored as floats: their rounding is as large as they are,
-    while other channels keep their precision."""
-    problems = []
-    for layer, (plan, bias) in enumerate(zip(cache.plans, biases or [], strict=False)):
-        mantissa, largest = plan.k.facts.mantissa_bits, float(np.abs(bias).max())
-        if mantissa is None or largest < LARGE_BIAS:
-            continue
-        problems.append(
-            f"layer {layer}: k_proj bias up to {largest:.3g} is stored as floats of {mantissa}"
-            f" mantissa bits, in steps of up to {largest / 2**mantissa:.3g}; add subtract_bias=true"
-            f" or skip_layers={layer}"
-        )
+        if facts.mantissa_bits is not None:
+            problems.append(
+                f"{found} is stored as floats of {facts.mantissa_bits} mantissa bits, in steps of"
+                f" up to {largest / 2**facts.mantissa_bits:.3g}; add subtract_bias=true or"
+                f" skip_layers={layer}"
+            )
     return problems
 
 

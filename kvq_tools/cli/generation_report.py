@@ -11,7 +11,7 @@ from kvq_jax.cache.cache import Cache
 from kvq_models.inference import decoding
 from kvq_models.inference.sampling import Sampling
 from kvq_models.llama.config import LlamaConfig
-from kvq_tools.cli import sampling_options
+from kvq_tools.cli import cache_sizes, sampling_options
 from kvq_tools.cli.console import format_bytes
 from kvq_tools.cli.timed import TimedGeneration
 
@@ -41,7 +41,7 @@ def report(
         "cache_bytes": stored,
         "bf16_bytes": dense,
         "ratio": dense / stored,
-        "windows": {name: getattr(cache.spec, name) for name in ("sink", "recent", "block")},
+        "windows": cache_sizes.windows(cache.spec),
         "bits_per_element": kvq.size.bits_per_element(
             cache.spec, config, cache.capacity, cache.dtype
         ),

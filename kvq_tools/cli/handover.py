@@ -93,14 +93,14 @@ def described(path: str, config: LlamaConfig) -> SavedPrompt:
         return SavedPrompt(path, layout, tokens.tolist(), logits, stored(beside))
 
 
-def load(saved: SavedPrompt, llama: Llama, model_fingerprint: str, config: LlamaConfig) -> Cache:
+def load(saved: SavedPrompt, llama: Llama, model_fingerprint: str) -> Cache:
     """Return the cache, bit for bit. Raises UserError if the model or its parameters differ, or if
     the file is damaged."""
     with input_errors():
         cache = kvq.files.load(
             saved.path,
             spec=saved.layout.spec,
-            config=config,
+            config=llama.config,
             model_fingerprint=model_fingerprint,
             parameters_fingerprint=kvq.files.fingerprint(llama.cache_parameters),
         )

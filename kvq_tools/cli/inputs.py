@@ -7,12 +7,11 @@ import argparse
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 
 import kvq_jax as kvq
-from kvq_models.calibration.file import check_calibration, resolved
+from kvq_models.calibration import file as calibration_file
 from kvq_models.calibration.needs import needs
 from kvq_models.inference.memory import CACHE_DTYPE
 from kvq_models.llama import open_checkpoint
@@ -29,14 +28,13 @@ def model_dtype(options: argparse.Namespace) -> str:
     return options.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
 
 
-def rows_dtype(options: argparse.Namespace, spec: kvq.cache.CacheSpec | None = None) -> str:
-    """Return the dtype of the full-precision rows of `spec` (default: the spec of --cache).
+def rows_dtype(options: argparse.Namespace) -> str:
+    """Return the dtype of the full-precision rows of --cache.
 
     Without --dtype, a cache that quantizes nothing has the model's dtype, so that it changes
     nothing, and the windows of other caches are bfloat16.
     """
-    exact = options.cache.spec.exact if spec is None else spec.exact
-    return model_dtype(options) if exact else options.dtype or CACHE_DTYPE
+    return model_dtype(options) if options.cache.spec.exact else options.dtype or CACHE_DTYPE
 
 
 def read_config(model: str, *caches: NamedCache, warn_unmet: bool = True) -> LlamaConfig:
@@ -71,9 +69,10 @@ def calibrations(
     return chosen
 
 
-def check_calibration_file(config: LlamaConfig, cache: NamedCache, file: str | None) -> None:
-    """Raise UserError if the cache needs a calibration that the file is not, or needs none."""
-    calibrations(config, [cache], [] if file is None else [file])
+def check_calibration(options: argparse.Namespace, config: LlamaConfig) -> None:
+    """Raise UserError if --cache needs a calibration that --calibration is not, or needs none."""
+    file = options.calibration
+    calibrations(config, [options.cache], [] if file is None else [file])
 
 
 def _calibration(cache: NamedCache, config: LlamaConfig, files: Sequence[str]) -> str:
@@ -82,51 +81,52 @@ def _calibration(cache: NamedCache, config: LlamaConfig, files: Sequence[str]) -
     errors = []
     for file in files or (None,):
         try:
-            calibration = check_calibration(spec, config, file)
+            calibration = calibration_file.check_calibration(spec, config, file)
         except (ValueError, OSError) as error:
             errors.append(str(error))
         else:
-            if calibration is not None and resolved(spec, calibration) != spec:
+            used = spec if calibration is None else calibration_file.resolved(spec, calibration)
+            if used != spec:
                 warn(
-                    f"{name} leaves open what {file} decides for this model; --cache"
-                    f" '{resolved(spec, calibration)}' uses it"
+                    f"{name} leaves open what {file} decides for this model; --cache '{used}' uses"
+                    " it"
                 )
             return str(file)
     raise ValueError("; ".join(errors))
 
 
-def quantized_in_words(quantized: int, read: int | None = None) -> str:
-    """Return how many of the tokens that are read are quantized, for tables. None at all is written
-    NONE, so that it stands out."""
-    return f"{quantized}" + ("" if read is None else f" of {read}") if quantized else "NONE"
-
-
-def warn_if_exact(name: str, cache: kvq.cache.Cache, read: int | None, where: str) -> None:
-    """Warn if no quantized token is ever read although the cache is not dense: its numbers then say
-    nothing.
+def warn_if_exact(
+    caches: Sequence[NamedCache], config: LlamaConfig, capacity: int, read: int | None, where: str
+) -> None:
+    """Warn of caches that are not dense, but of which no quantized token is ever read: their
+    numbers say nothing.
 
     Args:
-        name: the cache as the user wrote it.
-        cache: its layout.
+        caches: the caches.
+        config: the model's configuration.
+        capacity: tokens that each cache can hold.
         read: tokens in the cache at its last read, or None if windows do not matter.
         where: the setting in words, for the warning.
     """
-    if cache.spec.exact:
-        return
-    if not any(plan.quantizes for plan in cache.plans):
-        warn(
-            f"{name}: no layer of this model quantizes anything, so this is the full-precision"
-            " model up to rounding"
-        )
-    elif read is not None and not kvq.size.quantized_tokens(cache, read):
-        warn(f"{name}: {where} nothing is read quantized, so this is the full-precision model")
+    for name, spec in caches:
+        if spec.exact:
+            continue
+        layout = kvq.cache.layout(spec, config, 1, capacity)
+        if not any(plan.quantizes for plan in layout.plans):
+            warn(
+                f"{name}: no layer of this model quantizes anything, so this is the full-precision"
+                " model up to rounding"
+            )
+        elif read is not None and not kvq.size.quantized_tokens(layout, read):
+            warn(f"{name}: {where} nothing is read quantized, so this is the full-precision model")
 
 
-def raw_config(model: str) -> dict[str, Any]:
-    """Return the configuration as the file has it (config.json, or a GGUF file's metadata),
-    including what `LlamaConfig` drops."""
-    with input_errors():
-        return dict(open_checkpoint.open_checkpoint(model, "config").fields)
+def output_file(path: str, option: str = "--out") -> Path:
+    """Check before any work that a file can be written: its directory exists, and it is none."""
+    out = Path(path)
+    if out.is_dir() or not out.absolute().parent.is_dir():
+        raise UserError(f"{option} {path!r} must be a file in a directory that exists")
+    return out
 
 
 def output_directory(path: str, *, empty: bool = False) -> Path:

@@ -135,15 +135,16 @@ def print_times(result: dict[str, Any]) -> None:
     caches = result["caches"]
     lengths = [f"{context // 1024}K tokens" for context in result["contexts"]]
     rows = [
-        (cache["name"], *(f"{t:.2f}" for t in cache["milliseconds"]), cache["implementation"])
+        {"cache": cache["name"]}
+        | dict(zip(lengths, (f"{t:.2f}" for t in cache["milliseconds"]), strict=True))
+        | {"read by": cache["implementation"]}
         for cache in caches
     ]
     print_table(
         f"Milliseconds on this machine for one decode step's attention in one layer of"
         f" {result['model']}, {result['dtype']}, one sequence",
-        ("cache", *lengths, "read by"),
         rows,
-        numeric=lengths,
+        texts=("cache", "read by"),
     )
     for cache in caches[1:]:
         start, last = cache["faster_from"], f"{cache['ratio'][-1]:.2f} of its time at {lengths[-1]}"

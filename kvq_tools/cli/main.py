@@ -1,8 +1,9 @@
 """The entry point of `kvq`: find the command, run it, and turn errors into one line and an exit
 code.
 
-A command is two modules of one name: `configure(parser)` in `kvq_tools.cli.options` declares its
-arguments and help and needs no JAX, and `run(options)` in `kvq_tools.cli.commands` does the work.
+A command is two modules of one name. The one in `kvq_tools.cli.options` has its help, DESCRIPTION
+and EPILOG, and declares its arguments in `configure(parser)`. It needs no JAX. The one in
+`kvq_tools.cli.commands` does the work in `run(options)`.
 Each command has one line in COMMANDS. Only the modules of the command in use are imported.
 """
 
@@ -17,10 +18,11 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from kvq_tools import chat_template
-from kvq_tools.cli import early_checks, interruption
+from kvq_tools.cli import interruption
 from kvq_tools.cli.console import (
     FULL,
     CheckedOutput,
@@ -28,6 +30,7 @@ from kvq_tools.cli.console import (
     OutputError,
     UnwritableError,
     UserError,
+    input_errors,
     print_json,
     printable,
 )
@@ -134,7 +137,9 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
         )
         if name == command:
             subparser.set_defaults(command=name)
-            _module("options", name).configure(subparser)
+            options = _module("options", name)
+            subparser.description, subparser.epilog = options.DESCRIPTION, options.EPILOG
+            options.configure(subparser)
             if name not in PASSED_ON:
                 subparser.add_argument(
                     "--json", action="store_true", help="print one JSON object instead of text"
@@ -189,13 +194,23 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser = build_parser(command)
     if command not in PASSED_ON:
         options = parser.parse_args(arguments)
-        early_checks.check(options)
+        _check_model(options)
         return options
     if arguments[1:] in ([], ["--help"], ["-h"]):
         return parser.parse_args([command, "--help"])
     options = parser.parse_args([command])
     options.arguments = list(arguments[1:])
     return options
+
+
+def _check_model(options: argparse.Namespace) -> None:
+    """Refuse a local model that is not supported before JAX is imported."""
+    model = getattr(options, "model", None)
+    if isinstance(model, str) and Path(model).exists():
+        from kvq_models.llama.open_checkpoint import read_config  # imported late: 0.2 s
+
+        with input_errors():
+            read_config(model)
 
 
 def _exit_code(arguments: Sequence[str], error: str, status: int) -> int:

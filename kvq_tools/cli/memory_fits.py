@@ -8,7 +8,7 @@ from typing import Any
 import kvq_jax as kvq
 from kvq_models.calibration.needs import needs
 from kvq_models.llama.config import LlamaConfig
-from kvq_tools.cli import inputs, resident
+from kvq_tools.cli import cache_sizes, inputs
 from kvq_tools.cli.console import UserError, format_bytes, print_json, progress
 from kvq_tools.cli.tables import print_line, print_table
 from kvq_tools.planning import measured
@@ -39,7 +39,7 @@ def run(options: argparse.Namespace) -> None:
         ]
         if not any(cache["fits"] for cache in caches):
             for cache in _smallest(caches):
-                cache["largest_context"] = resident.largest_context(
+                cache["largest_context"] = cache_sizes.largest_context(
                     kvq.parse(cache["cache"]),
                     config,
                     options.batch,
@@ -88,29 +88,28 @@ def _class(cache: dict[str, Any]) -> int:
 
 
 def _print(result: dict[str, Any], tables: measured.Measurements) -> None:
-    columns = ("cache", "resident", "smaller than bf16, times", f"KL, {tables.model}", "needs")
     budget, caches = format_bytes(result["budget_bytes"]), result["caches"]
     asked = f"{budget} for {result['batch']} x {result['context']} tokens"
     fitting = [cache for cache in caches if cache["fits"]]
     if fitting:
         title = f"{len(fitting)} of {len(caches)} measured caches fit {asked}"
-        shown, last = fitting[:MOST_ROWS], ()
+        shown = fitting[:MOST_ROWS]
     else:
         title = f"no measured cache fits {asked}; the smallest ones"
-        shown, last = _smallest(caches), ("largest context that fits",)
+        shown = _smallest(caches)
+    kl = f"KL, {tables.model}"
     rows = [
-        (
-            cache["name"],
-            format_bytes(cache["resident_bytes"]),
-            f"{result['bf16_bytes'] / cache['resident_bytes']:.1f}",
-            *([cache["largest_context"]] if last else []),
-            "exact" if cache["kl_class"] is None else class_in_words(cache["kl_class"]),
-            "kvq calibrate" if cache["needs_calibration"] else "",
-        )
+        {
+            "cache": cache["name"],
+            "resident": format_bytes(cache["resident_bytes"]),
+            "smaller than bf16, times": f"{result['bf16_bytes'] / cache['resident_bytes']:.1f}",
+            **({} if fitting else {"largest context that fits": cache["largest_context"]}),
+            kl: "exact" if cache["kl_class"] is None else class_in_words(cache["kl_class"]),
+            "needs": "kvq calibrate" if cache["needs_calibration"] else "",
+        }
         for cache in shown
     ]
-    columns = (*columns[:3], *last, *columns[3:])
-    print_table(f"{result['model']}: {title}", columns, rows, columns[1 : 3 + len(last)])
+    print_table(f"{result['model']}: {title}", rows, texts=("cache", kl, "needs"))
     if len(fitting) > len(shown):
         print_line(f"{len(fitting) - len(shown)} more fit, of larger KL: --json lists them.")
     print_line(

@@ -165,46 +165,26 @@ def _placements(devices: int) -> Iterator[kvq.Placement]:
 
 
 def print_shares(caches: list[dict[str, Any]], device: Device) -> None:
-    columns = (
-        "cache",
-        "placement",
-        "weights",
-        "body",
-        "windows",
-        "other",
-        "total",
-        "fits",
-        "read in a step",
-        "collectives",
-        "ms a token",
-    )
-    rows = []
-    for cache in caches:
-        placed = cache["mesh"]
-        sizes = [format_bytes(placed[f"{part}_bytes"]) for part in ("weight", "body", "window")]
-        other = format_bytes(placed["parameter_bytes"] + placed["working_bytes"])
-        fits = {True: "yes", False: "no", None: "?"}[placed["fits"]]
-        step = (
-            format_bytes(placed["read_bytes"]),
-            str(placed["collectives"]),
-            f"{placed['milliseconds']:.2f}",
-        )
-        rows.append(
-            [
-                cache["name"],
-                placed["placement"],
-                *sizes,
-                other,
-                format_bytes(placed["total_bytes"]),
-                fits,
-                *step,
-            ]
-        )
+    rows = [
+        {
+            "cache": cache["name"],
+            "placement": placed["placement"],
+            "weights": format_bytes(placed["weight_bytes"]),
+            "body": format_bytes(placed["body_bytes"]),
+            "windows": format_bytes(placed["window_bytes"]),
+            "other": format_bytes(placed["parameter_bytes"] + placed["working_bytes"]),
+            "total": format_bytes(placed["total_bytes"]),
+            "fits": {True: "yes", False: "no", None: "?"}[placed["fits"]],
+            "read in a step": format_bytes(placed["read_bytes"]),
+            "collectives": placed["collectives"],
+            "ms a token": f"{placed['milliseconds']:.2f}",
+        }
+        for cache, placed in ((cache, cache["mesh"]) for cache in caches)
+    ]
     print_table(
         f"on each of {caches[0]['mesh']['devices']} devices ({device.name})",
-        columns,
         rows,
-        numeric=columns[2:],
+        texts=("cache", "placement"),
     )
     rates = f"{device.bandwidth / 1e12:.2f} TB/s and {LATENCY * 1e6:.0f} us for a collective"
     print_line(f"ms a token: bytes read at {rates}; predicted, not measured")

@@ -5,18 +5,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from itertools import groupby
 from typing import Any
+
+import jax.numpy as jnp
 
 import kvq_jax as kvq
 from kvq_jax.cache.cache import Cache
+from kvq_jax.cache.size import parameter_bytes
 from kvq_jax.layer.plan import LayerPlan
 from kvq_jax.methods.xquant import roofline
 from kvq_jax.methods.xquant.roofline import LayerCost
 from kvq_jax.peak_rates import Device
 from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli.console import format_bytes
-from kvq_tools.cli.tables import print_line, print_table
+from kvq_tools.cli.tables import layer_runs, print_line, print_table
 from kvq_tools.evaluation.results import finite
 
 BLOCKS = 32  # blocks whose bytes are counted, as in `kvq.size.body_bits_per_element`
@@ -37,25 +39,21 @@ def describe_device(device: Device, config: LlamaConfig) -> dict[str, Any]:
     return dataclasses.asdict(device) | {"ridge": device.ridge, "bf16_bytes_per_token": both}
 
 
-def describe(
-    cache: Cache, config: LlamaConfig, parameter_bytes: Sequence[int], itemsize: int, device: Device
-) -> dict[str, Any]:
+def describe(cache: Cache, config: LlamaConfig, dtype: str, device: Device) -> dict[str, Any]:
     """Describe every layer of a cache and find the layer that limits its length.
 
     Lengths are None if any length is hidden or nothing is rebuilt.
 
     Args:
-        cache: the layout.
+        cache: the layout. A step reads its parameters beside the weights.
         config: the model's configuration.
-        parameter_bytes: bytes of the cache's parameters in each layer. A step reads them beside the
-            weights.
-        itemsize: bytes of a weight.
+        dtype: of the weights.
         device: peaks of the device.
     """
-    weights = roofline.weight_bytes(config, itemsize)
+    weights = roofline.weight_bytes(config, jnp.dtype(dtype).itemsize)
     costs = [
-        layer_cost(plan, config, weights + layer_parameters)
-        for plan, layer_parameters in zip(cache.plans, parameter_bytes, strict=True)
+        layer_cost(plan, config, weights + parameters)
+        for plan, parameters in zip(cache.plans, parameter_bytes(cache), strict=True)
     ]
     base = next(
         (plan.k for plan in cache.plans if plan.cross_layer and plan.cross_layer.starts),
@@ -115,9 +113,6 @@ def layer_cost(plan: LayerPlan, config: LlamaConfig, weight_bytes: float) -> Lay
     )
 
 
-# --- text
-
-
 def print_roofline(caches: Sequence[dict[str, Any]], device: dict[str, Any]) -> None:
     rebuilding = [c for c in caches if c["roofline"]["rebuilds"]]
     if rebuilding:
@@ -125,21 +120,10 @@ def print_roofline(caches: Sequence[dict[str, Any]], device: dict[str, Any]) -> 
             f"{device['flops'] / 1e12:g} TFLOP/s, {device['bandwidth'] / 1e12:g} TB/s,"
             f" {device['ridge']:.0f} FLOPs for each byte"
         )
-        columns = (
-            "cache",
-            "layers",
-            "FLOPs",
-            "bytes",
-            "weights",
-            "hidden up to, here",
-            "by the paper's equation",
-        )
-        rows = [row for c in rebuilding for row in _rows(c)]
         print_table(
             f"rebuilding keys and values on {device['name']}: {peaks}",
-            columns,
-            rows,
-            numeric=columns[2:],
+            [row for c in rebuilding for row in _rows(c)],
+            texts=("cache", "layers"),
         )
         print(EXPLAINED)
         both = device["bf16_bytes_per_token"]
@@ -160,46 +144,26 @@ def print_roofline(caches: Sequence[dict[str, Any]], device: dict[str, Any]) -> 
             print_line(f"{c['name']}: {NOTHING}")
 
 
-def _rows(cache: dict[str, Any]) -> list[tuple[Any, ...]]:
+def _rows(cache: dict[str, Any]) -> list[dict[str, str]]:
     """Return one row for each run of equal layers."""
     rows = []
-    for _, group in groupby(
-        cache["roofline"]["layers"], key=lambda layer: (layer["here"], layer["paper"])
-    ):
-        layers = list(group)
-        first, last, here, paper = (
-            layers[0]["layer"],
-            layers[-1]["layer"],
-            layers[0]["here"],
-            layers[0]["paper"],
-        )
-        label = first if first == last else f"{first}-{last}"
-        if not here["flops_per_token"]:
-            rows.append(
-                (
-                    cache["name"],
-                    label,
-                    0,
-                    f"{here['cache_bytes_per_token']:.0f}",
-                    "",
-                    "rebuilds nothing",
-                    "",
-                )
-            )
-            continue
-        numbers = (
-            f"{here['flops_per_token']:.4g}",
-            f"{here['cache_bytes_per_token']:.0f}",
-            format_bytes(int(here["weight_bytes"])),
-        )
+    for label, layer in layer_runs(cache["roofline"]["layers"], ("here", "paper")):
+        here, paper = layer["here"], layer["paper"]
+        rebuilds = bool(here["flops_per_token"])
         rows.append(
-            (
-                cache["name"],
-                label,
-                *numbers,
-                _length(here["hidden_tokens"]),
-                "" if paper is None else _length(paper["hidden_tokens"]),
-            )
+            {
+                "cache": cache["name"],
+                "layers": label,
+                "FLOPs": f"{here['flops_per_token']:.4g}",
+                "bytes": f"{here['cache_bytes_per_token']:.0f}",
+                "weights": format_bytes(int(here["weight_bytes"])) if rebuilds else "",
+                "hidden up to, here": (
+                    _length(here["hidden_tokens"]) if rebuilds else "rebuilds nothing"
+                ),
+                "by the paper's equation": (
+                    _length(paper["hidden_tokens"]) if rebuilds and paper is not None else ""
+                ),
+            }
         )
     return rows
 

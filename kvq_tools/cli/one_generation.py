@@ -12,34 +12,22 @@ import numpy as np
 
 import kvq_jax as kvq
 from kvq_jax.cache.cache import Cache
-from kvq_models.inference import decoding
 from kvq_models.inference.generation import STREAM_STEPS
-from kvq_models.inference.method_parameters import prepare
 from kvq_models.inference.sampling import Sampling
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama
-from kvq_models.llama.packed_loading import fingerprint, holds_packed, in_words
+from kvq_models.llama.packed_loading import holds_packed, in_words
 from kvq_tools.cli import (
-    device_memory,
     generation_report,
     handover,
     inputs,
-    mesh,
+    one_cache,
     one_prompt,
     sampling_options,
 )
-from kvq_tools.cli.console import (
-    UserError,
-    bar,
-    check_finite,
-    input_errors,
-    print_json,
-    progress,
-)
+from kvq_tools.cli.console import UserError, check_finite, print_json, progress
 from kvq_tools.cli.continuation import Continuation
 from kvq_tools.cli.handover import SavedPrompt
-from kvq_tools.cli.model_loading import load_model
-from kvq_tools.cli.planned import NamedCache, named
 from kvq_tools.cli.reading import reading
 from kvq_tools.cli.tables import print_line
 from kvq_tools.cli.timed import TimedGeneration
@@ -55,7 +43,6 @@ class GenerationRequest:
     the prompt are those of the file.
     """
 
-    cache: NamedCache
     config: LlamaConfig
     tokenizer: Any
     prompt: list[int]
@@ -69,7 +56,7 @@ class GenerationRequest:
 def run(options: argparse.Namespace) -> None:
     """Continue the prompt, print the text, and report what was done."""
     request = _checked(options)
-    llama, cache, logits = _cache(options, request, load_model(options, request.placement))
+    llama, cache, logits = _cache(options, request)
     unread = len(request.prompt) - request.known
     with progress("compiling"):
         generation = TimedGeneration(
@@ -110,13 +97,13 @@ def run(options: argparse.Namespace) -> None:
         print_json("generate", facts | {"text": text, "prompt_ids": request.prompt, "tokens": ids})
     else:
         print(continuation.push(ids, last=True))
-        print_line(generation_report.footer(facts, request.cache.text, in_words(llama)))
-    check_finite([] if finite else [request.cache.text])
+        print_line(generation_report.footer(facts, options.cache.text, in_words(llama)))
+    check_finite([] if finite else [options.cache.text])
 
 
 def _checked(options: argparse.Namespace) -> GenerationRequest:
-    """Check everything that needs no weights."""
-    config, cache, saved = model_and_cache(options)
+    """Check everything that needs no weights, and complete options.cache."""
+    config, saved = one_cache.chosen(options)
     sampling = sampling_options.checked_sampling(options, sampling_options.model_sampling(config))
     if options.draft is not None and sampling.temperature:
         raise UserError(
@@ -125,40 +112,9 @@ def _checked(options: argparse.Namespace) -> GenerationRequest:
         )
     if options.draft is not None and options.mesh is not None:
         raise UserError("--draft is for a cache on one device: leave out --mesh")
-    inputs.check_calibration_file(config, cache, options.calibration)
     tokenizer, known, prompt, capacity = _prompt(options, config, saved)
-    rows = inputs.rows_dtype(options, cache.spec)
-    placement = mesh.placement_of(options.mesh, [cache.spec], config, 1, capacity, rows)
-    layout = (
-        saved.layout
-        if saved
-        else kvq.cache.layout(cache.spec, config, 1, capacity, rows, placement)
-    )
-    device_memory.check_memory(layout)
-    with input_errors():
-        decoding.implementations(layout, options.implementation)
-    return GenerationRequest(
-        cache, config, tokenizer, prompt, known, capacity, sampling, saved, placement
-    )
-
-
-def model_and_cache(
-    options: argparse.Namespace,
-) -> tuple[LlamaConfig, NamedCache, SavedPrompt | None]:
-    """Return the configuration, the cache, and the file of --from if there is one."""
-    if options.saved is None:
-        cache = options.cache or inputs.DENSE
-        return inputs.read_config(options.model, cache), cache, None
-    config = inputs.read_config(options.model, *([options.cache] if options.cache else []))
-    saved = handover.described(options.saved, config)
-    spec = saved.layout.spec
-    stored = named(spec)
-    cache = options.cache or stored
-    if cache.spec != spec:
-        raise UserError(
-            f"{options.saved!r} holds the cache {stored.text!r}, but --cache is {cache.text!r}"
-        )
-    return config, cache, saved
+    placement = one_cache.checked_placement(options, config, capacity, saved)
+    return GenerationRequest(config, tokenizer, prompt, known, capacity, sampling, saved, placement)
 
 
 def _prompt(
@@ -193,21 +149,15 @@ def _capacity(options: argparse.Namespace, config: LlamaConfig, prompt: int) -> 
 
 
 def _cache(
-    options: argparse.Namespace, request: GenerationRequest, llama: Llama
+    options: argparse.Namespace, request: GenerationRequest
 ) -> tuple[Llama, Cache, jax.Array | None]:
     """Return (the model with the parameters that the cache needs, the cache, and the logits after
     the prompt if the cache holds all of it)."""
     saved = request.saved
-    model_fingerprint = "" if saved is None else fingerprint(llama)
-    with input_errors():
-        llama = prepare(llama, request.cache.spec, options.calibration, progress=bar)
-        if saved is None:
-            rows = inputs.rows_dtype(options, request.cache.spec)
-            cache = device_memory.new_cache(
-                request.cache.spec, llama.config, request.capacity, rows, request.placement
-            )
-            return llama, cache, None
-    cache = handover.load(saved, llama, model_fingerprint, request.config)
+    llama, new_cache = one_cache.loaded(options, request.capacity, request.placement, saved)
+    cache = new_cache()
+    if saved is None:
+        return llama, cache, None
     if request.known < len(saved.prompt):
         cache = handover.shortened(llama, cache, request.known)
     whole = request.known == len(request.prompt)

@@ -88,8 +88,7 @@ def continued(
     if opening is None:
         return len(saved), saved + text_input.encode_rendered(tokenizer, question)
     tokens = opening.joined(tokenizer, question)
-    pairs = enumerate(zip(saved, tokens[:-1], strict=False))
-    kept = next((i for i, (a, b) in pairs if a != b), min(len(saved), len(tokens) - 1))
+    kept = text_input.common_prefix(saved, tokens[:-1])
     if not kept:
         raise UserError("this tokenizer reads another token at the start of the saved text")
     return kept, tokens

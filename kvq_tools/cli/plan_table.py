@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from kvq_tools.cli import resident
+from kvq_tools.cli import cache_sizes
 from kvq_tools.cli.console import format_bytes
 from kvq_tools.cli.tables import print_line, print_table
 from kvq_tools.planning.defaults import METHOD, method_with
@@ -15,34 +15,20 @@ from kvq_tools.planning.measuring import FACTOR
 def print_plan(result: dict[str, Any], options: argparse.Namespace) -> None:
     """Print the caches of a plan, how far predictions were off, and how to use the chosen cache."""
     rows = [
-        (
-            ">" if cache["name"] == result["chosen"] else "",
-            _short(cache["name"]),
-            f"{cache['body_bits_per_element']:.3f}",
-            format_bytes(cache["bytes"]),
-            f"{result['bf16_bytes'] / cache['bytes']:.2f}",
-            *resident.cells(cache),
-            "" if cache["predicted_kl"] is None else f"{cache['predicted_kl']:.4f}",
-            "" if cache["measured_kl"] is None else f"{cache['measured_kl']:.4f}",
-        )
+        {
+            "": ">" if cache["name"] == result["chosen"] else "",
+            "cache": _short(cache["name"]),
+            "stored bits": f"{cache['body_bits_per_element']:.3f}",
+            "bytes": format_bytes(cache["bytes"]),
+            "smaller than bf16, times": f"{result['bf16_bytes'] / cache['bytes']:.2f}",
+            **cache_sizes.resident_cells(cache),
+            "predicted KL": _number(cache["predicted_kl"]),
+            "measured KL": _number(cache["measured_kl"]),
+        }
         for cache in result["caches"]
     ]
-    columns = (
-        "",
-        "cache",
-        "stored bits",
-        "bytes",
-        "smaller than bf16, times",
-        *resident.columns(result["caches"]),
-        "predicted KL",
-        "measured KL",
-    )
-    print_table(
-        f"{result['model']}, {result['batch']} x {result['context']} tokens",
-        columns,
-        rows,
-        columns[2:],
-    )
+    title = f"{result['model']}, {result['batch']} x {result['context']} tokens"
+    print_table(title, rows, texts=("", "cache"))
     error = result["prediction"]
     if error is None:
         print_line(
@@ -63,6 +49,10 @@ def print_plan(result: dict[str, Any], options: argparse.Namespace) -> None:
     calibration = f" --calibration {result['calibration']}" if METHOD in result["chosen"] else ""
     cache = options.out or f"'{result['chosen']}'{calibration}"
     print_line(f"use it: kvq generate {result['model']} --prompt P --cache {cache}")
+
+
+def _number(kl: float | None) -> str:
+    return "" if kl is None else f"{kl:.4f}"
 
 
 def _short(name: str) -> str:

@@ -7,16 +7,10 @@ from typing import Any
 
 import kvq_jax as kvq
 from kvq_models.inference.memory import CACHE_DTYPE
-from kvq_models.inference.method_parameters import prepare
 from kvq_models.llama.config import LlamaConfig
-from kvq_tools.cli import inputs, resident, text_input
-from kvq_tools.cli.console import (
-    UserError,
-    check_finite,
-    input_errors,
-    print_json,
-)
-from kvq_tools.cli.model_loading import load_model
+from kvq_tools.cli import cache_sizes, inputs, text_input
+from kvq_tools.cli.console import UserError, check_finite, input_errors, print_json
+from kvq_tools.cli.model_loading import load_model, prepared
 from kvq_tools.cli.tables import print_line, print_table
 from kvq_tools.evaluation.intervals import Estimate
 from kvq_tools.evaluation.protocol import (
@@ -58,11 +52,7 @@ def run(options: argparse.Namespace) -> None:
         sizes = sizes_for(config, text, options.window)
         rows = cut(text, sizes, tokenizer.bos_token_id)
         specs = [windowed(spec, config, sizes) for _, spec in options.cache]
-    llama = load_model(options)
-    with input_errors():
-        models = [
-            (prepare(llama, spec, file), spec) for spec, file in zip(specs, files, strict=True)
-        ]
+    models = prepared(load_model(options), specs, files)
     kept, measured = {}, {}
     for reading in READINGS:
         measured[reading] = measure(models, rows, range(len(rows)), sizes, reading, kept)
@@ -120,9 +110,9 @@ def _cache(
     return {
         "name": name,
         "cache": str(spec),
-        "windows": {window: getattr(spec, window) for window in ("sink", "recent", "block")},
+        "windows": cache_sizes.windows(spec),
         "exact_share": exact_share(spec, config, sizes),
-        "resident_by_batch": resident.by_batch(spec, config, sizes.width, CACHE_DTYPE),
+        "resident_by_batch": cache_sizes.by_batch(spec, config, sizes.width, CACHE_DTYPE),
         **{
             reading: {
                 **_estimate("kl", numbers.kl(every)),
@@ -175,29 +165,19 @@ def _print(result: dict[str, Any]) -> None:
     )
     for reading in READINGS:
         rows = [
-            (
-                cache["name"],
-                f"{cache['exact_share']:.1%}",
-                _with_interval(cache[reading], "kl", ".5f"),
-                _number(cache[reading]["kl_median"]),
-                _number(cache[reading]["kl_p999"]),
-                f"{cache[reading]['agreement']:.2%}",
-                _with_interval(cache[reading], "perplexity", ".2f"),
-                *resident.cells(cache),
-            )
+            {
+                "cache": cache["name"],
+                "exact": f"{cache['exact_share']:.1%}",
+                "KL": _with_interval(cache[reading], "kl", ".5f"),
+                "median": _number(cache[reading]["kl_median"]),
+                "99.9 %": _number(cache[reading]["kl_p999"]),
+                "same top token": f"{cache[reading]['agreement']:.2%}",
+                "perplexity": _with_interval(cache[reading], "perplexity", ".2f"),
+                **cache_sizes.resident_cells(cache),
+            }
             for cache in result["caches"]
         ]
-        columns = (
-            "cache",
-            "exact",
-            "KL",
-            "median",
-            "99.9 %",
-            "same top token",
-            "perplexity",
-            *resident.columns(result["caches"]),
-        )
-        print_table(WORDS[reading], columns, rows, numeric=columns[1:])
+        print_table(WORDS[reading], rows)
         print_line(result["verdicts"][reading])
 
 

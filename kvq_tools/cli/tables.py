@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -35,19 +37,36 @@ def print_line(text: str) -> None:
 
 
 def print_table(
-    title: str,
-    columns: Sequence[str],
-    rows: Sequence[Sequence[object]],
-    numeric: Sequence[str] = (),
+    title: str, rows: Sequence[Mapping[str, object]], texts: Sequence[str] | None = ("cache",)
 ) -> None:
-    """Print a titled table. Columns named in `numeric` are right-aligned. Cells are printed
-    unchanged apart from line breaks."""
+    """Print a titled table.
+
+    Args:
+        title: the line above, or "".
+        rows: the cells of each row by the heads of their columns. The first row has all columns;
+            what another row lacks is left blank. Cells are printed unchanged apart from line
+            breaks.
+        texts: the columns that hold texts, or None if all do. The others hold numbers, which are
+            aligned right and never broken.
+    """
     width = terminal_width() or PIPED_WIDTH
-    cells = [[str(cell) for cell in row] for row in rows]
+    columns = list(rows[0])
+    cells = [[str(row.get(column, "")) for column in columns] for row in rows]
+    numeric = [texts is not None and column not in texts for column in columns]
     if title:
         print_line(title)
-    for widths in _parts(columns, cells, [column in numeric for column in columns], width):
+    for widths in _parts(columns, cells, numeric, width):
         _print_part(columns, cells, numeric, widths, width)
+
+
+def layer_runs(
+    layers: Iterable[dict[str, Any]], keys: Collection[str]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (label, first layer) for each run of neighbouring layers that are equal in these keys.
+    The label is their numbers, as in 3 or 3-5."""
+    for _, group in groupby(layers, key=lambda layer: [layer.get(key) for key in keys]):
+        first, *more = group
+        yield "-".join(str(layer["layer"]) for layer in (first, *more[-1:])), first
 
 
 def _parts(
@@ -71,7 +90,7 @@ def _parts(
         )
         for i in range(len(columns))
     ]
-    names = range(list(numeric).index(True) if any(numeric) else 1)
+    names = range(numeric.index(True) if any(numeric) else 1)
     parts: list[list[int]] = [[*names]]
     for i in range(len(names), len(columns)):
         if len(parts[-1]) > len(names) and _total([least[n] for n in [*parts[-1], i]]) > width:
@@ -108,7 +127,7 @@ def _longest_word(text: str) -> int:
 def _print_part(
     columns: Sequence[str],
     cells: Sequence[Sequence[str]],
-    numeric: Sequence[str],
+    numeric: Sequence[bool],
     widths: dict[int, int],
     width: int,
 ) -> None:
@@ -117,7 +136,7 @@ def _print_part(
         head = Text(_broken(columns[i], room))
         table.add_column(
             head,
-            justify="right" if columns[i] in numeric else "left",
+            justify="right" if numeric[i] else "left",
             width=room,
             no_wrap=True,
             overflow="fold",

@@ -4,7 +4,6 @@ answers, tables."""
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -13,9 +12,9 @@ from typing import Any
 
 import kvq_jax as kvq
 from kvq_models.inference.memory import CACHE_DTYPE
-from kvq_models.inference.method_parameters import prepare
 from kvq_models.llama.config import LlamaConfig
-from kvq_tools.cli import inputs, json_lines, resident, text_input
+from kvq_tools import json_lines
+from kvq_tools.cli import cache_sizes, inputs, text_input
 from kvq_tools.cli.console import (
     UserError,
     bar,
@@ -25,9 +24,9 @@ from kvq_tools.cli.console import (
     progress,
     warn,
 )
-from kvq_tools.cli.model_loading import load_model
+from kvq_tools.cli.model_loading import load_model, prepared
 from kvq_tools.cli.options.tasks import MOST_LENGTH, SAMPLES
-from kvq_tools.cli.task_table import print_scores
+from kvq_tools.cli.tables import print_table
 from kvq_tools.evaluation.tasks.filler import NoRoomError
 from kvq_tools.evaluation.tasks.runner import ScoredAnswer, capacity, check_samples, run
 from kvq_tools.evaluation.tasks.sample import AnswerRule, TaskPrompts, TaskSample
@@ -37,24 +36,6 @@ CHAT_RULE = (
     " follow the template"
 )
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
-
-
-@dataclasses.dataclass(frozen=True)
-class TaskRun:
-    """A task as its command asks for it.
-
-    rules       what the output says about prompts, truncation and scores
-    samples     a function that makes the samples
-    groups      labels that get a table each, if samples have them
-    settings    parts of the command line that the output repeats
-    """
-
-    name: str
-    task: AnswerRule
-    rules: Mapping[str, str]
-    samples: Callable[[TaskPrompts, LlamaConfig], list[TaskSample]]
-    groups: tuple[str, ...]
-    settings: Mapping[str, Any]
 
 
 def hiding_settings(options: argparse.Namespace) -> dict[str, Any]:
@@ -112,47 +93,55 @@ def refuse_beside_data(options: argparse.Namespace, *names: str) -> None:
         )
 
 
-def run_task(options: argparse.Namespace, task_run: TaskRun) -> None:
+def run_task(
+    options: argparse.Namespace,
+    task: AnswerRule,
+    make: Callable[[TaskPrompts, LlamaConfig], list[TaskSample]],
+    *,
+    rules: Mapping[str, str],
+    groups: Sequence[str],
+    settings: Mapping[str, Any],
+) -> None:
     """Answer every sample through every cache and print the scores. Everything that needs no
-    weights is checked before they are read."""
+    weights is checked before they are read.
+
+    Args:
+        options: the command line.
+        task: how answers end and are scored.
+        make: makes the samples.
+        rules: what the output says about prompts, truncation and scores.
+        groups: labels that get a table each, if samples have them.
+        settings: parts of the command line that the output repeats.
+    """
     options.dtype = inputs.model_dtype(options)
     caches = options.cache or [inputs.DENSE]
     config = inputs.read_config(options.model, *caches)
     files = inputs.calibrations(config, caches, options.calibration or [])
-    if options.answers is not None and (
-        Path(options.answers).exists() or not Path(options.answers).absolute().parent.is_dir()
-    ):
-        raise UserError(
-            f"--answers {options.answers!r} must be a new file in a directory that exists"
-        )
-    prompts = _prompts(options)
+    if options.answers is not None and inputs.output_file(options.answers, "--answers").exists():
+        raise UserError(f"--answers {options.answers!r} must be a new file, and it exists")
+    tokenizer = text_input.need_tokenizer(options.model, "write prompts")
+    prompts = TaskPrompts(
+        tokenizer, partial(text_input.encode, tokenizer, chat=True) if options.chat else None
+    )
     with progress("making prompts"), input_errors():
-        samples = task_run.samples(prompts, config)
+        samples = make(prompts, config)
         check_samples(samples, config)
-    llama = load_model(options)
-    with input_errors():
-        models = [prepare(llama, spec, file) for (_, spec), file in zip(caches, files, strict=True)]
+    models = prepared(load_model(options), [spec for _, spec in caches], files)
     longest = max(len(sample.prompt) + sample.max_new_tokens for sample in samples)
-    for text, spec in caches:
-        inputs.warn_if_exact(
-            text,
-            kvq.cache.layout(spec, config, 1, longest),
-            longest - 1,
-            f"in samples of at most {longest} tokens",
-        )
+    where = f"in samples of at most {longest} tokens"
+    inputs.warn_if_exact(caches, config, longest, longest - 1, where)
     measured, broken = [], []
-    for (text, spec), model in zip(caches, models, strict=True):
+    for (text, _), (model, spec) in zip(caches, models, strict=True):
         started, answers = time.perf_counter(), []
-        message = f"{task_run.name} with {text}"
         for answer in run(
             model,
             spec,
-            task_run.task,
+            task,
             samples,
             prompts,
             batch=options.batch,
             progress=bar,
-            message=message,
+            message=f"{options.command} with {text}",
         ):
             answers.append(answer)
             broken += [] if answer.finite else [text]
@@ -163,28 +152,21 @@ def run_task(options: argparse.Namespace, task_run: TaskRun) -> None:
             {"name": text}
             | _sizes(spec, config, samples)
             | {"seconds": seconds}
-            | summary(samples, answers, task_run.groups)
+            | summary(samples, answers, groups)
         )
     result = {
-        "task": task_run.name,
+        "task": options.command,
         "model": options.model,
-        **task_run.settings,
+        **settings,
         "chat": options.chat,
         "dtype": options.dtype,
-        "rules": dict(task_run.rules) | ({"chat": CHAT_RULE} if options.chat else {}),
+        "rules": dict(rules) | ({"chat": CHAT_RULE} if options.chat else {}),
         "samples": len(samples),
         "prompt_tokens": [min(len(s.prompt) for s in samples), max(len(s.prompt) for s in samples)],
         "caches": measured,
     }
-    print_json("task", result) if options.json else print_scores(result)
+    print_json("task", result) if options.json else _print(result)
     check_finite(broken)
-
-
-def _prompts(options: argparse.Namespace) -> TaskPrompts:
-    tokenizer = text_input.need_tokenizer(options.model, "write prompts")
-    return TaskPrompts(
-        tokenizer, partial(text_input.encode, tokenizer, chat=True) if options.chat else None
-    )
 
 
 def _write(path: str | None, line: Mapping[str, Any]) -> None:
@@ -249,13 +231,41 @@ def _sizes(
     longest = max(capacity(sample, config) for sample in samples)
     layout = kvq.cache.layout(spec, config, 1, longest, CACHE_DTYPE)
     read = max(len(sample.prompt) + sample.max_new_tokens for sample in samples) - 1
-    bits = kvq.size.bits_per_element(spec, config, longest, CACHE_DTYPE)
     return {
         "cache": str(spec),
         "capacity": longest,
         "quantized_tokens": kvq.size.quantized_tokens(layout, read),
-        "cache_bytes": kvq.size.nbytes(layout),
-        "ratio": kvq.size.dense_nbytes(config, 1, longest) / kvq.size.nbytes(layout),
-        "bits_per_element": bits,
-        "resident_by_batch": resident.by_batch(spec, config, longest, CACHE_DTYPE),
+        **cache_sizes.of(spec, config, longest, CACHE_DTYPE),
     }
+
+
+def _print(result: dict[str, Any]) -> None:
+    """Print the rules of a task, the scores of each cache, and the scores by each label."""
+    for name, rule in result["rules"].items():
+        print(f"{name}: {rule}".replace("\n", "\\n"))
+    first = result["caches"][0]
+    title = (
+        f"\n{result['model']}: {result['task']}, {result['samples']} samples with prompts of"
+        f" {result['prompt_tokens'][0]} to {result['prompt_tokens'][1]} tokens; scores in percent;"
+        f" bytes at {first['capacity']} tokens; {result['dtype']}"
+    )
+    rows = [
+        {"cache": c["name"]}
+        | {metric: _percent(score) for metric, score in c["scores"].items()}
+        | cache_sizes.size_cells(c)
+        for c in result["caches"]
+    ]
+    print_table(title, rows)
+    metric = next(iter(first["scores"]))
+    for label, parts in first["by"].items():
+        if len(parts) > 1:
+            rows = [
+                {"cache": c["name"]}
+                | {f"{p[label]} ({p['samples']})": _percent(p[metric]) for p in c["by"][label]}
+                for c in result["caches"]
+            ]
+            print_table(f"{metric} by {label} (samples)", rows)
+
+
+def _percent(score: float) -> str:
+    return f"{100 * score:.1f}"

@@ -4,11 +4,12 @@ it."""
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
-import kvq_jax as kvq
 from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli import inputs, text_input
 from kvq_tools.cli.console import UserError, input_errors
+from kvq_tools.cli.planned import NamedCache
 from kvq_tools.evaluation.defaults import CHUNK, STEP
 from kvq_tools.evaluation.settings import Settings, check_request
 from kvq_tools.evaluation.text import TokenizedText, tokenize
@@ -46,13 +47,11 @@ def checked(
     return config, text, settings, files
 
 
-def warn_if_exact(name: str, cache: kvq.cache.Cache, settings: Settings) -> None:
-    """Warn if nothing is quantized in windows of the cache's capacity."""
-    window, newest = cache.capacity, settings.read_tokens(cache.capacity)
+def warn_if_exact(
+    caches: Sequence[NamedCache], config: LlamaConfig, window: int, settings: Settings
+) -> None:
+    """Warn of caches that quantize nothing in windows of so many tokens."""
+    newest = None if settings.mode == "fake" else settings.read_tokens(window)
     chunks = f" and chunks of {settings.chunk}" if settings.mode == "chunked" else ""
-    inputs.warn_if_exact(
-        name,
-        cache,
-        None if settings.mode == "fake" else newest,
-        f"in windows of {window} tokens{chunks}",
-    )
+    where = f"in windows of {window} tokens{chunks}"
+    inputs.warn_if_exact(caches, config, window, newest, where)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,12 @@ def render_chat(tokenizer: Any, messages: list[dict[str, str]]) -> str:
 def encode_rendered(tokenizer: Any, text: str) -> list[int]:
     """Return the token ids of text from a chat template, which writes special tokens itself."""
     return chat_template.encoded(tokenizer, text)
+
+
+def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return the number of tokens that two lists have in common at their beginnings."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def check_tokens(ids: list[int], config: LlamaConfig) -> None:

@@ -7,11 +7,11 @@ was cut short by a kill is dropped.
 from __future__ import annotations
 
 import json
-import os
 import pathlib
 from typing import Any
 
 from kvq_jax.files import whole
+from kvq_tools import json_lines
 
 
 class Journal:
@@ -33,10 +33,8 @@ class Journal:
     def add(self, key: str, row: dict[str, Any]) -> None:
         """Add a row. It is on disk when this returns."""
         self.rows[key] = row
-        with self.file.open("a", encoding="utf-8") as out:
-            out.write(json.dumps({"key": key, "row": row}) + "\n")
-            out.flush()
-            os.fsync(out.fileno())
+        with self.file.open("ab") as out:
+            json_lines.append(out, {"key": key, "row": row})
 
     def delete(self) -> None:
         """Delete the file: its run is complete."""

@@ -44,6 +44,7 @@ from kvq_tools.evaluation.continuations import (
 )
 from kvq_tools.evaluation.tasks.runner import batches, capacity
 from kvq_tools.evaluation.tasks.sample import TaskSample
+from kvq_tools.growing_text import decoded
 
 try:
     from lm_eval.__main__ import cli_evaluate
@@ -307,11 +308,9 @@ class KvqLM(TemplateLM):
 
     def _generation(self, options: dict[str, Any]) -> _Generation:
         rest: dict[str, Any] = {**normalize_gen_kwargs(options, MAX_GEN_TOKS)}
-        new, stops, do_sample = (
-            rest.pop("max_gen_toks"),
-            tuple(rest.pop("until")),
-            rest.pop("do_sample", False),
-        )
+        new = rest.pop("max_gen_toks")
+        stops = tuple(rest.pop("until"))
+        do_sample = rest.pop("do_sample", False)
         # transformers' default if a task gives only do_sample
         temperature = float(rest.pop("temperature", 1.0))
         chosen = {name: rest.pop(name) for name in SAMPLING_OPTIONS if name in rest}
@@ -349,10 +348,8 @@ class KvqLM(TemplateLM):
             [list(sample.prompt) for sample in samples], room - settings.max_new_tokens
         )
         lengths = np.array([len(sample.prompt) for sample in samples])
-        cache, texts = (
-            init_cache(self.spec, config, len(samples), room, self.llama.embed[...].dtype),
-            [],
-        )
+        cache = init_cache(self.spec, config, len(samples), room, self.llama.embed[...].dtype)
+        texts = []
         for so_far in generate_stream(
             self.llama,
             cache,
@@ -369,12 +366,7 @@ class KvqLM(TemplateLM):
                     np.asarray(so_far.tokens), np.asarray(so_far.lengths), strict=True
                 )
             ]
-            texts = [
-                self.tokenizer.decode(
-                    row, skip_special_tokens=True, clean_up_tokenization_spaces=False
-                )
-                for row in rows
-            ]
+            texts = [decoded(self.tokenizer, row) for row in rows]
             if all(
                 row[-1] in ends or any(stop in text for stop in settings.stops)
                 for row, text in zip(rows, texts, strict=True)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import importlib.resources
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -139,12 +138,6 @@ class Measured:
         )
         both = math.hypot(self.rounding, other.rounding)
         return Estimate(value, widened(interval, rounding_of_mean(both, len(windows))))
-
-
-def passage() -> str:
-    """Return the passage that ships with kvq, for tests and examples."""
-    file = importlib.resources.files("kvq_tools.cli") / "passage.txt"
-    return file.read_text(encoding="utf-8")
 
 
 def tokenized(tokenizer: Any, domain: str, text: str) -> ScoredText:

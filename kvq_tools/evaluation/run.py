@@ -97,10 +97,8 @@ def evaluate_caches(
     settings = check_request(candidates[0][0].config, ids, specs, **choices)
     width = min(settings.window, ids.size)
     cut = windows(ids.size, settings.window, settings.stride, settings.prompt)
-    begins, lengths = (
-        np.array([w.begin for w in cut]),
-        np.array([w.end - w.begin for w in cut], np.int32),
-    )
+    begins = np.array([w.begin for w in cut])
+    lengths = np.array([w.end - w.begin for w in cut], np.int32)
     inside = np.arange(width)[None] < lengths[:, None]
     rows = np.where(inside, ids[np.minimum(begins[:, None] + np.arange(width), ids.size - 1)], 0)
     exact, compared = _run(candidates, rows, lengths, settings, progress, placement=placement)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.resources
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +21,12 @@ class TokenizedText(NamedTuple):
 
     def first(self, tokens: int) -> TokenizedText:
         return TokenizedText(self.ids[:tokens], None if self.bytes is None else self.bytes[:tokens])
+
+
+def passage() -> str:
+    """Return the passage that ships with kvq, the text of commands that are given none."""
+    file = importlib.resources.files("kvq_tools.cli") / "passage.txt"
+    return file.read_text(encoding="utf-8")
 
 
 def tokenize(tokenizer: Any, text: str) -> TokenizedText:

@@ -167,13 +167,8 @@ class Planner:
     def _calibrated(self, given_file: bool, text: str) -> Calibration:
         """Return the calibration of a given file, else the one that an earlier plan on this text
         kept, else a new one."""
-        ids, sizes = (
-            self.request.halves[0],
-            {
-                "samples": self.request.samples,
-                "length": self.request.length,
-            },
-        )
+        ids = self.request.halves[0]
+        sizes = {"samples": self.request.samples, "length": self.request.length}
         if Path(self.file).is_file():
             earlier = load_calibration(self.file, self.llama, self.method)
             if given_file or (
@@ -192,10 +187,8 @@ class Planner:
     def costs(self) -> Costs:
         """Measure every side of every layer at MEASURED bits, except those that an earlier call
         measured."""
-        expected, ratios = (
-            costs_of(self.calibration, {}),
-            dict[tuple[int, Side], dict[int, float]](),
-        )
+        expected = costs_of(self.calibration, {})
+        ratios = dict[tuple[int, Side], dict[int, float]]()
         work = list(self._sides(expected))
         missing = [one for one in work if one.key not in self.journal.rows]
         for one in self.progress(missing, "measuring sides of layers"):

@@ -54,15 +54,11 @@ class Sensitivity:
         self.tokens = jnp.asarray(windows, jnp.int32)
         batch, length = self.tokens.shape
         self.rope = ropes_for(llama.config, length)
-        self.positions, self.valid = (
-            jnp.arange(length, dtype=jnp.int32)[None].repeat(batch, 0),
-            jnp.ones((batch, length), bool),
-        )
-        hidden, self.hidden, self.prompts = (
-            embed(llama, self.tokens),
-            list[HiddenBTD](),
-            list[tuple[RowsBKTH, RowsBKTH]](),
-        )
+        self.positions = jnp.arange(length, dtype=jnp.int32)[None].repeat(batch, 0)
+        self.valid = jnp.ones((batch, length), bool)
+        hidden = embed(llama, self.tokens)
+        self.hidden = list[HiddenBTD]()
+        self.prompts = list[tuple[RowsBKTH, RowsBKTH]]()
         for layer in llama.layers:
             self.hidden.append(hidden)
             inputs = attention_inputs(layer, hidden, self.positions, self.valid, self.rope)

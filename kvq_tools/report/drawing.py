@@ -90,10 +90,8 @@ def optimized(png: bytes) -> bytes:
 
     with Image.open(io.BytesIO(png)) as image:
         opaque = image.convert("RGB")
-    small, out = (
-        opaque.quantize(PALETTE, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE),
-        io.BytesIO(),
-    )
+    small = opaque.quantize(PALETTE, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    out = io.BytesIO()
     small.save(out, "png", optimize=True)
     return out.getvalue()
 
@@ -133,11 +131,11 @@ def line_of(theme: Theme, number: int, cache: CacheNumbers | StepTimes) -> dict[
     }
 
 
-def legend_below(drawn: Figure, axes: Any, columns: int = 2) -> None:
+def legend_below(drawn: Figure, axes: Any) -> None:
     handles, labels = axes.get_legend_handles_labels()
     if handles:
         drawn.legend(
-            handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=8
+            handles, labels, loc="outside lower center", ncols=2, frameon=False, fontsize=8
         )
 
 

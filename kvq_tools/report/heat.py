@@ -4,6 +4,7 @@ layer and channel."""
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,17 +19,11 @@ DECADES = 3  # that a scale shows, below the largest
 SIDES = ("keys", "values")
 
 
-def pooled(
-    matrix: Float[np.ndarray, "rows columns"], columns: int = COLUMNS
-) -> Float[np.ndarray, "rows fewer"]:
-    """Pool a matrix to at most `columns` columns by the maximum of neighbours, so that outlier
+def pooled(matrix: Float[np.ndarray, "rows columns"]) -> Float[np.ndarray, "rows fewer"]:
+    """Pool a matrix to at most COLUMNS columns by the maximum of neighbours, so that outlier
     channels stay visible."""
-    width = math.ceil(matrix.shape[1] / columns)
-    return (
-        matrix
-        if width == 1
-        else np.maximum.reduceat(matrix, np.arange(0, matrix.shape[1], width), axis=1)
-    )
+    width = math.ceil(matrix.shape[1] / COLUMNS)
+    return np.maximum.reduceat(matrix, np.arange(0, matrix.shape[1], width), axis=1)
 
 
 def magnitudes(report: CacheReport) -> PagePicture:
@@ -36,24 +31,10 @@ def magnitudes(report: CacheReport) -> PagePicture:
     of the report."""
     layers = report.magnitudes
     matrices = [(pooled(m.keys.matrix()), pooled(m.values.matrix())) for m in layers]
-    norms = [_norm([pair[side] for pair in matrices]) for side in (0, 1)]
 
     def draw(theme: Theme) -> Any:
-        drawn = figure(WIDE, 0.9 + 1.45 * len(layers))
-        grid = drawn.subplots(len(layers), 2, squeeze=False)
-        for row, (layer, pair) in enumerate(zip(layers, matrices, strict=True)):
-            for side, (axes, matrix) in enumerate(zip(grid[row], pair, strict=True)):
-                _map(report, theme, axes, matrix, norms[side], row == len(layers) - 1)
-                axes.set_title(f"{SIDES[side]} of layer {layer.layer}")
-                axes.set_ylabel("token" if side == 0 else "")
-                if row == 0:
-                    _colour_bar(
-                        drawn,
-                        norms[side],
-                        grid[:, side],
-                        f"|{SIDES[side][0]}|, in the model's units",
-                    )
-        return drawn
+        titles = [[f"{side} of layer {layer.layer}" for side in SIDES] for layer in layers]
+        return _maps(report, theme, 1.45, matrices, titles, "token", "|{0}|")
 
     largest = [max(float(pair[side].max(initial=0)) for pair in matrices) for side in (0, 1)]
     return PagePicture(
@@ -90,27 +71,17 @@ def errors(report: CacheReport) -> PagePicture | None:
     if not caches:
         return None
     matrices = [[pooled(_matrix(c.errors, side)) for side in SIDES] for _, c in caches]
-    norms = [_norm([pair[side] for pair in matrices]) for side in (0, 1)]
 
     def draw(theme: Theme) -> Any:
-        rows = len(caches)
-        drawn = figure(WIDE, 0.9 + (0.5 + 0.06 * min(report.model.layers, 16)) * rows)
-        grid = drawn.subplots(rows, 2, squeeze=False)
-        for row, ((number, cache), pair) in enumerate(zip(caches, matrices, strict=True)):
-            for side, (axes, matrix) in enumerate(zip(grid[row], pair, strict=True)):
-                _map(report, theme, axes, matrix, norms[side], row == rows - 1)
-                axes.set_title(
-                    f"{SIDES[side]}: {label(number, cache.name)}, {_relative(cache.errors, side)}"
-                )
-                axes.set_ylabel("layer" if side == 0 else "")
-                if row == 0:
-                    _colour_bar(
-                        drawn,
-                        norms[side],
-                        grid[:, side],
-                        f"mean |{SIDES[side][0]}^ - {SIDES[side][0]}|, in the model's units",
-                    )
-        return drawn
+        titles = [
+            [
+                f"{name}: {label(number, cache.name)}, {_relative(cache.errors, side)}"
+                for side, name in enumerate(SIDES)
+            ]
+            for number, cache in caches
+        ]
+        height = 0.5 + 0.06 * min(report.model.layers, 16)
+        return _maps(report, theme, height, matrices, titles, "layer", "mean |{0}^ - {0}|")
 
     not_shown = f" Exact, and not shown: {', '.join(exact)}." if exact else ""
     return PagePicture(
@@ -164,6 +135,40 @@ def _shades() -> Any:
     import matplotlib
 
     return matplotlib.colormaps["magma"].resampled(SHADES)
+
+
+def _maps(
+    report: CacheReport,
+    theme: Theme,
+    height: float,
+    matrices: Sequence[Sequence[np.ndarray]],
+    titles: Sequence[Sequence[str]],
+    rows: str,
+    shown: str,
+) -> Any:
+    """Draw rows of two maps, keys on the left and values on the right.
+
+    Args:
+        report: the report.
+        theme: the colours.
+        height: of a map, in inches.
+        matrices: (keys, values) of each row of maps.
+        titles: of the maps.
+        rows: what a row of pixels is.
+        shown: what a colour is, with {0} for k or v.
+    """
+    norms = [_norm([pair[side] for pair in matrices]) for side in (0, 1)]
+    drawn = figure(WIDE, 0.9 + height * len(matrices))
+    grid = drawn.subplots(len(matrices), 2, squeeze=False)
+    for row, pair in enumerate(matrices):
+        for side, (axes, matrix) in enumerate(zip(grid[row], pair, strict=True)):
+            _map(report, theme, axes, matrix, norms[side], row == len(matrices) - 1)
+            axes.set_title(titles[row][side])
+            axes.set_ylabel(rows if side == 0 else "")
+            if row == 0:
+                name = f"{shown.format(SIDES[side][0])}, in the model's units"
+                _colour_bar(drawn, norms[side], grid[:, side], name)
+    return drawn
 
 
 def _map(

@@ -41,11 +41,9 @@ def layer_inputs(llama: Llama, tokens: Int[Array, "T"]) -> tuple[LayerInputs, ..
     """Return the inputs of every layer of the full-precision model for one sequence."""
     positions = jnp.arange(tokens.size, dtype=jnp.int32)[None]
     valid = jnp.ones_like(positions, bool)
-    rope, hidden, collected = (
-        ropes_for(llama.config, tokens.size),
-        llama.embed_tokens(tokens[None]),
-        [],
-    )
+    rope = ropes_for(llama.config, tokens.size)
+    hidden = llama.embed_tokens(tokens[None])
+    collected = []
     for layer in llama.layers:
         inputs = layer.attention_inputs(hidden, positions, valid, rope)
         attended = causal_attention(
@@ -68,9 +66,9 @@ def magnitudes(
     return tuple(LayerMagnitudes(i, packed(inputs[i].k_rot), packed(inputs[i].v)) for i in layers)
 
 
-def spread(layers: int, most: int = MOST_LAYERS) -> tuple[int, ...]:
-    """Return at most `most` layers, evenly spaced, the first and the last among them."""
-    return tuple(sorted({round(i) for i in np.linspace(0, layers - 1, min(layers, most))}))
+def spread(layers: int) -> tuple[int, ...]:
+    """Return at most MOST_LAYERS layers, evenly spaced, the first and the last among them."""
+    return tuple(sorted({round(i) for i in np.linspace(0, layers - 1, min(layers, MOST_LAYERS))}))
 
 
 def errors(
@@ -100,10 +98,8 @@ def _errors(
         keys, values, carry = kvq.cache.roundtrip_layer(
             spec, layer_inputs, layer_parameters, number, carry, of_layer(attention, number)
         )
-        (k, by_key), (v, by_value) = (
-            _compared(keys, layer_inputs.k_rot),
-            _compared(values, layer_inputs.v),
-        )
+        k, by_key = _compared(keys, layer_inputs.k_rot)
+        v, by_value = _compared(values, layer_inputs.v)
         layers.append((k, v, by_key, by_value))
     return layers
 

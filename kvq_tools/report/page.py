@@ -77,65 +77,50 @@ def sections(report: CacheReport) -> tuple[PageSection, ...]:
 
 def numbers(report: CacheReport) -> PageTable:
     """Return the main table: a row for the full-precision model and one for each cache."""
-    columns = [
-        "cache",
-        "front",
-        "perplexity",
-        "bits per byte",
-        "KL, nats",
-        "top-1 agreement",
-        "flips",
-        "bytes",
-        "ratio to bf16",
-        "bits per element",
-        "body bits per element",
-        "parameter bytes",
-        "working bytes",
-        *(f"resident bytes, batch {batch}" for batch in COMPARED_BATCHES),
-        "sink, recent, block",
-        "tokens read quantized",
-    ]
     by_kl, by_perplexity = quality.front_by(report, "kl"), quality.front_by(report, "perplexity")
-    exact = [
-        quality.EXACT,
-        "",
-        number(report.exact.perplexity, 3),
-        number(report.exact.bits_per_byte, 4),
-        "",
-        "",
-        "",
+    rows = [
+        {
+            "cache": quality.EXACT,
+            "perplexity": number(report.exact.perplexity, 3),
+            "bits per byte": number(report.exact.bits_per_byte, 4),
+            "bytes": str(report.request.bf16_bytes),
+            "ratio to bf16": "1.00",
+            "bits per element": "16.00",
+        }
     ]
-    exact += [str(report.request.bf16_bytes), "1.00", "16.00"]
-    rows = [(*exact, *[""] * (len(columns) - len(exact)))]
     for i, c in enumerate(report.caches):
         front = {(True, True): "both", (True, False): "KL", (False, True): "perplexity"}.get(
             (by_kl[i], by_perplexity[i]), ""
         )
         rows.append(
-            (
-                f"{i + 1} {c.name}",
-                front,
-                number(c.perplexity, 3),
-                number(c.bits_per_byte, 4),
-                number(c.kl, 5),
-                f"{c.agreement:.2%}",
-                str(len(c.flips)),
-                str(c.bytes),
-                f"{c.ratio:.2f}",
-                f"{c.bits_per_element:.2f}",
-                f"{c.body_bits_per_element:.2f}",
-                str(c.parameter_bytes),
-                str(c.working_bytes),
-                *(str(c.resident_bytes(batch)) for batch in COMPARED_BATCHES),
-                f"{c.sink}, {c.recent}, {c.block}",
-                str(c.quantized_tokens or "NONE"),
-            )
+            {
+                "cache": f"{i + 1} {c.name}",
+                "front": front,
+                "perplexity": number(c.perplexity, 3),
+                "bits per byte": number(c.bits_per_byte, 4),
+                "KL, nats": number(c.kl, 5),
+                "top-1 agreement": f"{c.agreement:.2%}",
+                "flips": str(len(c.flips)),
+                "bytes": str(c.bytes),
+                "ratio to bf16": f"{c.ratio:.2f}",
+                "bits per element": f"{c.bits_per_element:.2f}",
+                "body bits per element": f"{c.body_bits_per_element:.2f}",
+                "parameter bytes": str(c.parameter_bytes),
+                "working bytes": str(c.working_bytes),
+            }
+            | {f"resident bytes, batch {n}": str(c.resident_bytes(n)) for n in COMPARED_BATCHES}
+            | {
+                "sink, recent, block": f"{c.sink}, {c.recent}, {c.block}",
+                "tokens read quantized": str(c.quantized_tokens or "NONE"),
+            }
         )
+    columns = tuple(rows[-1])  # of a cache
     note = (
         "bf16 rows stand for the model without a cache; resident bytes are the cache, its"
         " parameters (once for all sequences) and working memory"
     )
-    return PageTable("All numbers", tuple(columns), tuple(rows), note)
+    cells = tuple(tuple(row.get(column, "") for column in columns) for row in rows)
+    return PageTable("All numbers", columns, cells, note)
 
 
 def details(report: CacheReport) -> tuple[PageTable, ...]:

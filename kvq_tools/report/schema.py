@@ -318,11 +318,9 @@ def _typed(kind: Any, value: Any, at: str) -> Any:
 
 def _check_lengths(report: CacheReport) -> None:
     """Raise ValueError if lists that belong together have different lengths."""
-    positions, layers, channels = (
-        len(report.positions),
-        report.model.layers,
-        report.model.kv_heads * report.model.head_dim,
-    )
+    positions = len(report.positions)
+    layers = report.model.layers
+    channels = report.model.kv_heads * report.model.head_dim
 
     def equal(name: str, entries: int, wanted: int) -> None:
         if entries != wanted:

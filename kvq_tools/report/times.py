@@ -23,7 +23,6 @@ from kvq_jax.cache.spec import CacheSpec
 from kvq_models.calibration.progress import Progress
 from kvq_models.inference.decoding import decode_step, implementations
 from kvq_models.llama.model import Llama
-from kvq_tools.report.defaults import STEPS
 from kvq_tools.report.schema import Speed, StepTimes, TimingMachine
 
 DIGITS = 4  # of a millisecond
@@ -40,7 +39,7 @@ class PreparedCache(NamedTuple):
 def decode_times(
     candidates: Sequence[PreparedCache],
     contexts: Sequence[int],
-    steps: int = STEPS,
+    steps: int,
     progress: Progress | None = None,
 ) -> Speed:
     """Time `steps` decode steps of one sequence through each cache at each context. Compiling and a

@@ -30,13 +30,11 @@ class ApiError(Exception):
     ):
         super().__init__(message)
         self._headers = headers or {}
-        self.status, self.message, self.kind, self.param, self.code = (
-            status,
-            message,
-            kind,
-            param,
-            code,
-        )
+        self.status = status
+        self.message = message
+        self.kind = kind
+        self.param = param
+        self.code = code
 
     @property
     def body(self) -> dict[str, Any]:

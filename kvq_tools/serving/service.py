@@ -57,13 +57,11 @@ class Service:
         trusted: bool = False,
         defaults: Sampling = Sampling(),
     ):
-        self.worker, self.tokenizer, self.name, self.metrics, self.limits = (
-            worker,
-            tokenizer,
-            name,
-            metrics,
-            limits,
-        )
+        self.worker = worker
+        self.tokenizer = tokenizer
+        self.name = name
+        self.metrics = metrics
+        self.limits = limits
         self.defaults = defaults
         self.prompts = PromptEncoder(
             tokenizer, chat_template, capacity=self.capacity, trusted=trusted

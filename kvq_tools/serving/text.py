@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from kvq_tools.growing_text import UNFINISHED
+from kvq_tools.growing_text import UNFINISHED, decoded
 
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 _BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
@@ -16,7 +16,7 @@ _BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
 
 def token_text(tokenizer: Any, token: int) -> str:
     """Return the text of a token, special tokens included."""
-    return tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return decoded(tokenizer, [token], special=True)
 
 
 def token_bytes(tokenizer: Any, token: int) -> bytes | None:

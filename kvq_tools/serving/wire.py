@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import time
+from collections.abc import Sequence
 from typing import Any
 
+from openai import BaseModel
 from openai.types import Completion, CompletionChoice, CompletionUsage
 from openai.types.chat import (
     ChatCompletion,
@@ -40,26 +42,39 @@ class Usage:
         )
 
 
-class CompletionWire:
+class _Wire:
+    """One response, whole or in chunks. `prefix` begins its id."""
+
+    def __init__(self, prefix: str, model: str, tokenizer: Any):
+        self.id, self.created = f"{prefix}-{secrets.token_hex(12)}", int(time.time())
+        self.model, self._tokenizer = model, tokenizer
+
+    def _response(
+        self, kind: type[BaseModel], name: str, choices: Sequence[BaseModel], **more: Any
+    ) -> dict[str, Any]:
+        head = {"id": self.id, "object": name, "created": self.created, "model": self.model}
+        return kind.construct(**head, choices=choices, **more).model_dump(exclude_unset=True)
+
+
+class CompletionWire(_Wire):
     """Responses of /v1/completions. alternatives: None without log-probabilities."""
 
     def __init__(self, model: str, tokenizer: Any, alternatives: int | None):
-        self.id, self.created, self.model = f"cmpl-{secrets.token_hex(12)}", int(time.time()), model
-        self._tokenizer, self._alternatives = tokenizer, alternatives
+        super().__init__("cmpl", model, tokenizer)
+        self._alternatives = alternatives
 
     def opening(self, index: int) -> list[dict[str, Any]]:
         return []
 
     def chunk(self, piece: AnswerPiece) -> dict[str, Any]:
-        return self._response([self._choice(piece.index, [piece])])
+        return self._completion([self._choice(piece.index, [piece])])
 
     def usage_chunk(self, usage: Usage) -> dict[str, Any]:
-        return self._response([]) | {"usage": usage.counted().model_dump(exclude_unset=True)}
+        return self._completion([], usage=usage.counted())
 
     def whole(self, choices: list[list[AnswerPiece]], usage: Usage) -> dict[str, Any]:
-        return self._response([self._choice(i, pieces) for i, pieces in enumerate(choices)]) | {
-            "usage": usage.counted().model_dump(exclude_unset=True)
-        }
+        made = [self._choice(i, pieces) for i, pieces in enumerate(choices)]
+        return self._completion(made, usage=usage.counted())
 
     def _choice(self, index: int, pieces: list[AnswerPiece]) -> CompletionChoice:
         tokens = [token for piece in pieces for token in piece.tokens]
@@ -88,56 +103,33 @@ class CompletionWire:
             text_offset=[token.offset for token in tokens],
         )
 
-    def _response(self, choices: list[CompletionChoice]) -> dict[str, Any]:
-        response = Completion.construct(
-            id=self.id,
-            object="text_completion",
-            created=self.created,
-            model=self.model,
-            choices=choices,
-        )
-        return response.model_dump(exclude_unset=True)
+    def _completion(self, choices: list[CompletionChoice], **more: Any) -> dict[str, Any]:
+        return self._response(Completion, "text_completion", choices, **more)
 
 
-class ChatWire:
+class ChatWire(_Wire):
     """Responses of /v1/chat/completions."""
 
     def __init__(self, model: str, tokenizer: Any, logprobs: bool):
-        self.id, self.created, self.model = (
-            f"chatcmpl-{secrets.token_hex(12)}",
-            int(time.time()),
-            model,
-        )
-        self._tokenizer, self._logprobs = tokenizer, logprobs
+        super().__init__("chatcmpl", model, tokenizer)
+        self._logprobs = logprobs
 
     def opening(self, index: int) -> list[dict[str, Any]]:
-        return [
-            self._chunk(
-                [
-                    ChunkChoice(
-                        index=index,
-                        delta=ChoiceDelta(role="assistant", content=""),
-                        finish_reason=None,
-                    )
-                ]
-            )
-        ]
+        delta = ChoiceDelta(role="assistant", content="")
+        return [self._chunk([ChunkChoice(index=index, delta=delta, finish_reason=None)])]
 
     def chunk(self, piece: AnswerPiece) -> dict[str, Any]:
         delta = ChoiceDelta(content=piece.text) if piece.text or piece.tokens else ChoiceDelta()
         logprobs = (
             ChunkLogprobs(content=self._content(list(piece.tokens))) if self._logprobs else None
         )
-        return self._chunk(
-            [
-                ChunkChoice.construct(
-                    index=piece.index, delta=delta, logprobs=logprobs, finish_reason=piece.finish
-                )
-            ]
+        choice = ChunkChoice.construct(
+            index=piece.index, delta=delta, logprobs=logprobs, finish_reason=piece.finish
         )
+        return self._chunk([choice])
 
     def usage_chunk(self, usage: Usage) -> dict[str, Any]:
-        return self._chunk([]) | {"usage": usage.counted().model_dump(exclude_unset=True)}
+        return self._chunk([], usage=usage.counted())
 
     def whole(self, choices: list[list[AnswerPiece]], usage: Usage) -> dict[str, Any]:
         finished = []
@@ -156,15 +148,7 @@ class ChatWire:
                     index=index, message=message, logprobs=logprobs, finish_reason=pieces[-1].finish
                 )
             )
-        response = ChatCompletion(
-            id=self.id,
-            object="chat.completion",
-            created=self.created,
-            model=self.model,
-            choices=finished,
-            usage=usage.counted(),
-        )
-        return response.model_dump(exclude_unset=True)
+        return self._response(ChatCompletion, "chat.completion", finished, usage=usage.counted())
 
     def _content(self, tokens: list[TokenInText]) -> list[ChatCompletionTokenLogprob]:
         return [
@@ -183,12 +167,5 @@ class ChatWire:
             "bytes": None if encoded is None else list(encoded),
         }
 
-    def _chunk(self, choices: list[ChunkChoice]) -> dict[str, Any]:
-        response = ChatCompletionChunk(
-            id=self.id,
-            object="chat.completion.chunk",
-            created=self.created,
-            model=self.model,
-            choices=choices,
-        )
-        return response.model_dump(exclude_unset=True)
+    def _chunk(self, choices: list[ChunkChoice], **more: Any) -> dict[str, Any]:
+        return self._response(ChatCompletionChunk, "chat.completion.chunk", choices, **more)

@@ -10,9 +10,9 @@ import pytest
 
 import kvq_jax as kvq
 from kvq_models import load_llama
-from kvq_tools.evaluation.protocol import passage
 from kvq_tools.evaluation.tasks.runner import run
 from kvq_tools.evaluation.tasks.sample import AnswerRule, TaskPrompts, TaskSample
+from kvq_tools.evaluation.text import passage
 from laboratory.quality import quote, tool_call
 from laboratory.quality.shared_prompts import run_together
 

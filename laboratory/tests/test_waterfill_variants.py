@@ -13,7 +13,7 @@ from kvq_jax.cache.cache import CacheDims
 from kvq_jax.codecs.codec import Side, TokensAt
 from kvq_jax.types.rope import Rope, rotate
 from kvq_models import EMBEDDED, load_llama
-from kvq_tools.evaluation.protocol import passage
+from kvq_tools.evaluation.text import passage
 from laboratory.waterfill import moments, variants
 from laboratory.waterfill.simulation import kl_through, scene_of
 

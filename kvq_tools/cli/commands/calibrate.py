@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from kvq_models.calibration.store import Store
 from kvq_models.llama.checkpoint import load_llama
 from kvq_tools.cli import inputs, interruption, text_input
 from kvq_tools.cli.console import (
-    UserError,
     bar,
     format_bytes,
     input_errors,
@@ -22,13 +20,13 @@ from kvq_tools.cli.console import (
     print_json,
 )
 from kvq_tools.cli.options.calibrate import LENGTH
-from kvq_tools.cli.tables import print_line, print_table
+from kvq_tools.cli.tables import layer_runs, print_line, print_table
 
 
 def run(options: argparse.Namespace) -> None:
-    out = Path(options.out)
+    out = inputs.output_file(options.out)
+    ids, length = _checked(options)
     work = Path(f"{out}.work" if options.work is None else options.work)
-    ids, length = _checked(options, out)
     with loading(options.model), input_errors():
         llama, _ = load_llama(options.model, dtype=options.dtype, weights="dense")
     started = time.perf_counter()
@@ -54,11 +52,9 @@ def run(options: argparse.Namespace) -> None:
     print_json("calibrate", result) if options.json else _print(result)
 
 
-def _checked(options: argparse.Namespace, out: Path) -> tuple[list[int], int]:
+def _checked(options: argparse.Namespace) -> tuple[list[int], int]:
     """Check everything that needs no weights, and return (the text's tokens, tokens per sample)."""
     config = inputs.read_config(options.model, options.cache)
-    if out.is_dir() or not out.absolute().parent.is_dir():
-        raise UserError(f"--out {str(out)!r} must be a file in a directory that exists")
     length = options.length or min(LENGTH, config.positions)
     inputs.warn_beyond(length, config, "samples of ")
     tokenizer = text_input.need_tokenizer(options.model, "read the text")
@@ -96,18 +92,11 @@ def report(
 
 
 def _print(result: dict[str, Any]) -> None:
-    rows = []
-    for (keys, values), group in groupby(
-        result["layers"], key=lambda layer: (layer["k"], layer["v"])
-    ):
-        layers = [layer["layer"] for layer in group]
-        label = layers[0] if len(layers) == 1 else f"{layers[0]}-{layers[-1]}"
-        rows.append((label, keys or "need none", values or "need none"))
-    print_table(
-        f"{result['file']}: parameters fitted for {result['cache']}",
-        ("layers", "keys", "values"),
-        rows,
-    )
+    rows = [
+        {"layers": label, "keys": layer["k"] or "need none", "values": layer["v"] or "need none"}
+        for label, layer in layer_runs(result["layers"], ("k", "v"))
+    ]
+    print_table(f"{result['file']}: parameters fitted for {result['cache']}", rows, texts=None)
     print_line(
         f"[{result['file']}: {format_bytes(result['bytes'])}; {result['samples']} samples of"
         f" {result['length']} tokens out of {result['text_tokens']} of {result['text']}, seed"

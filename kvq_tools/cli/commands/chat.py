@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import importlib
 import signal
 import sys
@@ -13,24 +12,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import kvq_jax as kvq
-from kvq_models.inference import decoding
-from kvq_models.inference.method_parameters import prepare
-from kvq_models.llama.packed_loading import fingerprint
-from kvq_tools.cli import (
-    device_memory,
-    handover,
-    inputs,
-    interruption,
-    mesh,
-    sampling_options,
-    text_input,
-)
+from kvq_tools.cli import inputs, interruption, one_cache, sampling_options, text_input
 from kvq_tools.cli.console import (
     UserError,
-    bar,
     check_finite,
     format_bytes,
-    input_errors,
     print_json,
     progress,
     warn,
@@ -38,8 +24,6 @@ from kvq_tools.cli.console import (
 from kvq_tools.cli.continuation import Continuation
 from kvq_tools.cli.conversation import AnswerSettings, Conversation
 from kvq_tools.cli.handover import SavedPrompt
-from kvq_tools.cli.model_loading import load_model
-from kvq_tools.cli.one_generation import model_and_cache
 from kvq_tools.cli.options.chat import COMMANDS, MOST_CAPACITY
 from kvq_tools.cli.tables import print_line
 
@@ -48,21 +32,7 @@ PROMPT = "> "
 
 def run(options: argparse.Namespace) -> None:
     settings, tokenizer, capacity, placement, saved = _checked(options)
-    llama = load_model(options, placement)
-    model_fingerprint = "" if saved is None else fingerprint(llama)
-    with input_errors():
-        llama = prepare(llama, options.cache.spec, options.calibration, progress=bar)
-    if saved is None:
-        new_cache = functools.partial(
-            device_memory.new_cache,
-            options.cache.spec,
-            llama.config,
-            capacity,
-            inputs.rows_dtype(options),
-            placement,
-        )
-    else:
-        new_cache = functools.partial(handover.load, saved, llama, model_fingerprint, llama.config)
+    llama, new_cache = one_cache.loaded(options, capacity, placement, saved)
     conversation = Conversation(llama, tokenizer, new_cache, settings, options.system, saved)
     terminal = sys.stdin.isatty()
     turns: list[dict[str, Any]] = []
@@ -77,11 +47,8 @@ def run(options: argparse.Namespace) -> None:
                 if _command(line, conversation):
                     break
             elif line.strip():
-                turns.append(
-                    _turn(
-                        conversation, tokenizer, line, None if options.json else options.cache.text
-                    )
-                )
+                shown = None if options.json else options.cache.text
+                turns.append(_turn(conversation, tokenizer, line, shown))
         except UserError as error:
             if not terminal:
                 raise
@@ -104,24 +71,18 @@ def _checked(
 ) -> tuple[AnswerSettings, Any, int, kvq.Placement | None, SavedPrompt | None]:
     """Check everything that needs no weights, and complete options.cache. Returns (settings,
     tokenizer, capacity, placement, the file of --from)."""
-    config, options.cache, saved = model_and_cache(options)
+    config, saved = one_cache.chosen(options)
     sampling = sampling_options.checked_sampling(options, sampling_options.model_sampling(config))
-    inputs.check_calibration_file(config, options.cache, options.calibration)
     tokenizer = text_input.need_tokenizer(options.model, "read messages")
     opening = [] if options.system is None else [{"role": "system", "content": options.system}]
     text_input.render_chat(tokenizer, [*opening, {"role": "user", "content": "Hello"}])
     if saved is None:
         capacity = options.capacity or min(MOST_CAPACITY, config.positions)
         inputs.warn_beyond(capacity, config)
-        rows = inputs.rows_dtype(options)
-        placement = mesh.placement_of(options.mesh, [options.cache.spec], config, 1, capacity, rows)
-        layout = kvq.cache.layout(options.cache.spec, config, 1, capacity, rows, placement)
     else:
         _check_saved(options, saved)
-        capacity, placement, layout = saved.layout.capacity, None, saved.layout
-    device_memory.check_memory(layout)
-    with input_errors():
-        decoding.implementations(layout, options.implementation)
+        capacity = saved.layout.capacity
+    placement = one_cache.checked_placement(options, config, capacity, saved)
     settings = AnswerSettings(
         options.max_new_tokens, sampling, options.seed, options.implementation
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.resources
 import math
 import os
 import textwrap
@@ -19,12 +18,11 @@ import numpy as np
 import kvq_jax as kvq
 from kvq_models.inference import decoding
 from kvq_models.inference.memory import CACHE_DTYPE
-from kvq_models.inference.method_parameters import prepare
 from kvq_models.inference.sampling import Sampling
 from kvq_models.llama.checkpoint import load_llama
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama
-from kvq_tools.cli import inputs, layer_times, resident, text_input
+from kvq_tools.cli import cache_sizes, inputs, layer_times, text_input
 from kvq_tools.cli.console import (
     UserError,
     check_finite,
@@ -36,11 +34,13 @@ from kvq_tools.cli.console import (
     progress,
 )
 from kvq_tools.cli.continuation import Continuation
+from kvq_tools.cli.model_loading import prepared
 from kvq_tools.cli.options.demo import CACHES
 from kvq_tools.cli.planned import NamedCache
 from kvq_tools.cli.tables import print_table
 from kvq_tools.cli.timed import TimedGeneration
 from kvq_tools.evaluation.results import finite
+from kvq_tools.evaluation.text import passage
 
 MODEL_DTYPE = "float32"
 FEWEST_TOKENS = 32  # of a text, so that both halves are meaningful
@@ -59,28 +59,23 @@ class DemoTask:
 
 def run(options: argparse.Namespace) -> None:
     caches = options.cache or [NamedCache(text, kvq.parse(text)) for text in CACHES]
-    text = _passage() if options.text is None else text_input.read_text(options.text)
+    text = passage() if options.text is None else text_input.read_text(options.text)
     config = inputs.read_config(options.model, *caches)
     files = inputs.calibrations(config, caches, options.calibration or [])
     tokenizer = text_input.need_tokenizer(options.model, "read the text")
     task = make_task(
         text_input.encode(tokenizer, text), config, options.context, options.new_tokens
     )
-    for name, spec in caches:
-        inputs.warn_if_exact(
-            name,
-            kvq.cache.layout(spec, config, 1, task.capacity),
-            task.capacity - 1,
-            f"in {task.capacity} tokens",
-        )
+    capacity = task.capacity
+    inputs.warn_if_exact(caches, config, capacity, capacity - 1, f"in {capacity} tokens")
     with loading(options.model), input_errors():
         llama, _ = load_llama(options.model, dtype=MODEL_DTYPE)
-        models = [prepare(llama, spec, file) for (_, spec), file in zip(caches, files, strict=True)]
+        models = prepared(llama, [spec for _, spec in caches], files)
     started = time.perf_counter()
     with progress(f"compiling for {len(caches)} caches"):
         rows = [
             DemoRun(name, spec, model, task)
-            for (name, spec), model in zip(caches, models, strict=True)
+            for (name, _), (model, spec) in zip(caches, models, strict=True)
         ]
         generations = _in_threads(DemoRun.compile, rows)
     compile_seconds = time.perf_counter() - started
@@ -125,10 +120,6 @@ def make_task(ids: list[int], config: LlamaConfig, context: int, new_tokens: int
     return DemoTask(prompt, rest, new_tokens, len(ids))
 
 
-def _passage() -> str:
-    return (importlib.resources.files("kvq_tools.cli") / "passage.txt").read_text(encoding="utf-8")
-
-
 @dataclasses.dataclass(frozen=True)
 class DemoRun:
     """One cache of the demo."""
@@ -168,23 +159,16 @@ class DemoRun:
         perplexity = math.exp(
             -float(jnp.mean(logprobs[0, 1:]))
         )  # the first token of the rest is read but not scored
-        stored = kvq.size.nbytes(cache)
-        dense = kvq.size.dense_nbytes(self.llama.config, 1, task.capacity)
         return {
             "name": self.name,
             "cache": str(self.spec),
             "perplexity": finite(perplexity),
-            "cache_bytes": stored,
-            "ratio": dense / stored,
-            "bits_per_element": 8 * stored / (dense / 2),
-            "resident_by_batch": resident.by_batch(
-                self.spec, self.llama.config, task.capacity, self.rows
-            ),
+            **cache_sizes.of(self.spec, self.llama.config, task.capacity, self.rows),
             "quantized_tokens": kvq.size.quantized_tokens(cache, task.capacity - 1),
             "tokens_per_second": task.new_tokens / generation.decode_seconds,
             "prefill_seconds": generation.prefill_seconds,
             "implementation": "+".join(sorted(set(decoding.implementations(cache)))),
-            "windows": {name: getattr(self.spec, name) for name in ("sink", "recent", "block")},
+            "windows": cache_sizes.windows(self.spec),
             "text": continuation.text(tokens),
             "tokens": tokens,
         }
@@ -217,11 +201,8 @@ def _with_agreement(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     cache, or None if no row is dense."""
     dense = next((row["tokens"] for row in rows if row["cache"] == "dense"), None)
     for row in rows:
-        pairs = enumerate(zip(row["tokens"], dense or [], strict=False))
         row["tokens_as_dense"] = (
-            None
-            if dense is None
-            else next((i for i, (token, exact) in pairs if token != exact), len(dense))
+            None if dense is None else text_input.common_prefix(row["tokens"], dense)
         )
     return rows
 
@@ -234,43 +215,27 @@ def _print(result: dict[str, Any]) -> None:
         print(_paragraph(row["text"]))
     print()
     rows = [
-        (
-            row["name"],
-            "-" if row["perplexity"] is None else f"{row['perplexity']:.3f}",
-            (
+        {
+            "cache": row["name"],
+            "perplexity": "-" if row["perplexity"] is None else f"{row['perplexity']:.3f}",
+            "first tokens as dense": (
                 "-"
                 if row["tokens_as_dense"] is None
                 else f"{row['tokens_as_dense']} of {result['new_tokens']}"
             ),
-            inputs.quantized_in_words(row["quantized_tokens"], result["capacity"] - 1),
-            format_bytes(row["cache_bytes"]),
-            f"{row['ratio']:.2f}",
-            f"{row['bits_per_element']:.2f}",
-            *resident.cells(row),
-            f"{row['tokens_per_second']:.0f}",
-            row["implementation"],
-        )
+            **cache_sizes.size_cells(row, result["capacity"] - 1),
+            "tokens/s": f"{row['tokens_per_second']:.0f}",
+            "read by": row["implementation"],
+        }
         for row in result["caches"]
     ]
-    columns = (
-        "cache",
-        "perplexity",
-        "first tokens as dense",
-        "quantized tokens",
-        "cache bytes",
-        "ratio to bf16",
-        "bits/element",
-        *resident.columns(result["caches"]),
-        "tokens/s",
-        "read by",
-    )
     title = (
         f"{result['model']}: perplexity of {result['scored_tokens']} tokens after the prompt; bytes"
         f" at {result['capacity']} tokens, windows included (bf16:"
         f" {format_bytes(result['bf16_bytes'])}); tokens/s without compilation, which took"
         f" {result['compile_seconds']:.0f} s for all"
     )
-    print_table(title, columns, rows, numeric=columns[1:-1])
+    print_table(title, rows, texts=("cache", "read by"))
     if result["layer"] is not None:
         layer_times.print_times(result["layer"])
 

@@ -4,16 +4,18 @@ problems."""
 from __future__ import annotations
 
 import argparse
-from itertools import groupby
 from typing import Any
 
 import kvq_jax as kvq
 from kvq_jax.attention import dispatch
+from kvq_jax.codecs.codec import Codec
+from kvq_jax.layer.plan import LayerPlan
 from kvq_tools.cli import compilation_cache, doctor_facts, inputs
 from kvq_tools.cli.console import print_json
-from kvq_tools.cli.doctor_layers import describe_layer
 from kvq_tools.cli.doctor_warnings import known_problems
-from kvq_tools.cli.tables import print_line, print_table
+from kvq_tools.cli.tables import layer_runs, print_line, print_table
+
+SHOWN = ("quantized", "reason", "k", "v", "kv", "no_kernel", "no_native_kernel")  # of a layer
 
 
 def run(options: argparse.Namespace) -> None:
@@ -26,7 +28,7 @@ def run(options: argparse.Namespace) -> None:
     )
     heads = config.num_attention_heads
     layers = [
-        describe_layer(index, plan, cache.spec, heads) | doctor_facts.bias_facts(biases, index)
+        _described(index, plan, cache.spec, heads) | doctor_facts.bias_facts(biases, index)
         for index, plan in enumerate(cache.plans)
     ]
     result = {
@@ -40,7 +42,7 @@ def run(options: argparse.Namespace) -> None:
             "body": cache.spec.regions(context).body_capacity,
         },
         "facts": (
-            doctor_facts.facts(config, cache.spec, inputs.raw_config(options.model), biases)
+            doctor_facts.facts(options.model, config, cache.spec, biases)
             | {
                 "calibration": calibration,
                 "kernels here": dispatch.kernels_here(),
@@ -55,56 +57,89 @@ def run(options: argparse.Namespace) -> None:
     print_json("doctor", result) if options.json else _print(result, options.cache.text)
 
 
+def _described(
+    index: int, plan: LayerPlan, spec: kvq.cache.CacheSpec, query_heads: int
+) -> dict[str, Any]:
+    """Describe a layer: both sides (`kv` if both are read from the same rows), why one is left in
+    full precision, and why GPU and CPU kernels cannot read the layer (None if they can)."""
+    exact = [side for side, method in (("k", spec.k), ("v", spec.v)) if method.exact]
+    reason = None
+    if index in spec.skip_layers:
+        reason = "skip_layers names it"
+    elif spec.exact:
+        reason = "the cache is dense"
+    elif not plan.quantizes:
+        reason = "its options keep rows as they are"
+    elif exact:
+        reason = f"{exact[0]} is {getattr(spec, exact[0]).name}"
+    sides = {side: _side(codec, plan) for side, codec in zip(plan.names, plan.codecs, strict=True)}
+    return {
+        "layer": index,
+        "quantized": plan.quantizes,
+        "reason": reason,
+        "no_kernel": dispatch.unsupported(plan, query_heads, 1),
+        "no_native_kernel": dispatch.unsupported(plan, query_heads, 1, "native"),
+        **sides,
+    }
+
+
+def _side(codec: Codec, plan: LayerPlan) -> dict[str, Any]:
+    """Return the codec's resolved options, its stored bits per element of keys or values, and how
+    its codes are packed."""
+    tokens = 32 * plan.regions.block
+    body = codec.body(1, plan.heads, tokens)
+    described = codec.describe()
+    described["stored_bits"] = (
+        8 * kvq.size.nbytes(body) / (plan.heads * tokens * plan.head_dim * (2 if plan.joint else 1))
+    )
+    if layout := codec.facts.code_layout:
+        described["packing"] = {
+            "code_bits": layout.bits,
+            "plane_channels": layout.width,
+            "tokens_per_word_row": layout.slots,
+            "padding_channels": layout.chunks * layout.width - layout.channels,
+        }
+    return described
+
+
 def _print(result: dict[str, Any], cache: str) -> None:
     regions = result["regions"]
-    print_table(result["model"], ("fact", "value"), list(result["facts"].items()))
-    rows = []
-    for _, group in groupby(
-        result["layers"],
-        key=lambda layer: {k: v for k, v in layer.items() if k not in ("layer", "k_proj_bias")},
-    ):
-        run = list(group)
-        first, last = run[0]["layer"], run[-1]["layer"]
-        precision = "quantized" if run[0]["quantized"] else "full precision"
-        sides = (
-            (_side_text(run[0]["kv"]), "from the same rows")
-            if "kv" in run[0]
-            else (_side_text(run[0]["k"]), _side_text(run[0]["v"]))
-        )
-        rows.append(
-            (
-                first if first == last else f"{first}-{last}",
-                precision,
-                run[0]["reason"] or "",
-                *sides,
-                *(
-                    f"XLA: {run[0][name]}" if run[0][name] else "kernel"
-                    for name in ("no_kernel", "no_native_kernel")
-                ),
-            )
-        )
+    facts = [{"fact": name, "value": value} for name, value in result["facts"].items()]
+    print_table(result["model"], facts, texts=None)
+    rows = [
+        {
+            "layers": label,
+            "is": "quantized" if layer["quantized"] else "full precision",
+            "because": layer["reason"] or "",
+            "keys": _side_text(layer["kv"] if "kv" in layer else layer["k"]),
+            "values": "from the same rows" if "kv" in layer else _side_text(layer["v"]),
+            "on a GPU": _reader(layer["no_kernel"]),
+            "on a CPU": _reader(layer["no_native_kernel"]),
+        }
+        for label, layer in layer_runs(result["layers"], SHOWN)
+    ]
     title = (
         f"{cache} at {result['context']} tokens: {regions['body']} in the body,"
         f" full-precision windows sink {regions['sink']}, recent {regions['recent']}, block"
         f" {regions['block']}"
     )
-    print_table(title, ("layers", "is", "because", "keys", "values", "on a GPU", "on a CPU"), rows)
+    print_table(title, rows, texts=None)
     biases = [
-        (layer["layer"], *(f"{value:.3f}" for value in layer["k_proj_bias"].values()))
+        {"layer": layer["layer"]}
+        | {name: f"{value:.3f}" for name, value in layer["k_proj_bias"].items()}
         for layer in result["layers"]
         if layer["k_proj_bias"]
     ]
     if biases:
-        print_table(
-            "k_proj bias",
-            ("layer", "norm", "largest", "median"),
-            biases,
-            numeric=("layer", "norm", "largest", "median"),
-        )
+        print_table("k_proj bias", biases, texts=())
     for warning in result["warnings"]:
         print_line(f"warning: {warning}")
     if not result["warnings"]:
         print_line("no warnings")
+
+
+def _reader(no_kernel: str | None) -> str:
+    return f"XLA: {no_kernel}" if no_kernel else "kernel"
 
 
 def _side_text(side: dict[str, Any]) -> str:

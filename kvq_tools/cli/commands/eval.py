@@ -10,17 +10,10 @@ from typing import Any
 import kvq_jax as kvq
 from kvq_jax.cache.size import COMPARED_BATCHES
 from kvq_models.inference.memory import CACHE_DTYPE
-from kvq_models.inference.method_parameters import prepare
 from kvq_models.llama.config import LlamaConfig
-from kvq_tools.cli import inputs, mesh, protocol_evaluation, resident, text_evaluation
-from kvq_tools.cli.console import (
-    bar,
-    check_finite,
-    format_bytes,
-    input_errors,
-    print_json,
-)
-from kvq_tools.cli.model_loading import load_model
+from kvq_tools.cli import cache_sizes, mesh, protocol_evaluation, text_evaluation
+from kvq_tools.cli.console import bar, check_finite, format_bytes, print_json
+from kvq_tools.cli.model_loading import load_model, prepared
 from kvq_tools.cli.tables import print_table
 from kvq_tools.evaluation.results import Evaluation, finite
 from kvq_tools.evaluation.run import evaluate_caches
@@ -36,22 +29,12 @@ def run(options: argparse.Namespace) -> None:
         return
     config, text, settings, files = text_evaluation.checked(options)
     window = min(settings.window, text.ids.size)
+    specs = [spec for _, spec in options.cache]
     placement = mesh.placement_of(
-        options.mesh,
-        [spec for _, spec in options.cache],
-        config,
-        settings.batch,
-        window,
-        options.dtype,
+        options.mesh, specs, config, settings.batch, window, options.dtype
     )
-    llama = load_model(options, placement)
-    with input_errors():
-        models = [
-            (prepare(llama, spec, file), spec)
-            for (_, spec), file in zip(options.cache, files, strict=True)
-        ]
-    for name, spec in options.cache:
-        text_evaluation.warn_if_exact(name, kvq.cache.layout(spec, config, 1, window), settings)
+    models = prepared(load_model(options, placement), specs, files)
+    text_evaluation.warn_if_exact(options.cache, config, window, settings)
     started = time.perf_counter()
     evaluations = evaluate_caches(
         models,
@@ -83,7 +66,6 @@ def report(
     """Return all numbers, from the evaluations of the caches in their order."""
     first = evaluations[0]
     parts = first.by_position(options.buckets)
-    bf16 = kvq.size.dense_nbytes(config, 1, first.window)
     return {
         "model": options.model,
         "text": options.text,
@@ -97,7 +79,7 @@ def report(
         "activations": options.activations,
         "capacity": first.window,
         "read_tokens": settings.read_tokens(first.window),
-        "bf16_bytes": bf16,
+        "bf16_bytes": kvq.size.dense_nbytes(config, 1, first.window),
         "seconds": seconds,
         "positions": [{"first": b.first, "last": b.last, "tokens": b.tokens} for b in parts],
         "exact": {
@@ -106,7 +88,7 @@ def report(
             "by_position": {"nats": [finite(b.exact_nats) for b in parts]},
         },
         "caches": [
-            _cache_report(name, e, config, bf16, options, settings)
+            _cache_report(name, e, config, options, settings)
             for (name, _), e in zip(options.cache, evaluations, strict=True)
         ],
     }
@@ -116,13 +98,11 @@ def _cache_report(
     name: str,
     evaluation: Evaluation,
     config: LlamaConfig,
-    bf16: int,
     options: argparse.Namespace,
     settings: Settings,
 ) -> dict[str, Any]:
     spec, parts = evaluation.spec, evaluation.by_position(options.buckets)
     layout = kvq.cache.layout(spec, config, 1, evaluation.window, CACHE_DTYPE)
-    size = kvq.size.nbytes(layout)
     return {
         "name": name,
         "cache": str(spec),
@@ -132,11 +112,8 @@ def _cache_report(
         "agreement": evaluation.agreement,
         "flips": evaluation.flips.size,
         "quantized_tokens": settings.quantized_tokens(layout),
-        "cache_bytes": size,
-        "ratio": bf16 / size,
-        "bits_per_element": kvq.size.bits_per_element(spec, config, evaluation.window, CACHE_DTYPE),
-        "resident_by_batch": resident.by_batch(spec, config, evaluation.window, CACHE_DTYPE),
-        "windows": {window: getattr(spec, window) for window in ("sink", "recent", "block")},
+        **cache_sizes.of(spec, config, evaluation.window, CACHE_DTYPE),
+        "windows": cache_sizes.windows(spec),
         "prompt_statistics": kvq.cache.has_prompt_statistics(spec, config),
         "by_position": {
             "nats": [finite(b.nats) for b in parts],
@@ -148,56 +125,46 @@ def _cache_report(
 
 
 def _print(result: dict[str, Any]) -> None:
-    columns = (
-        "cache",
-        "perplexity",
-        "bits/byte",
-        "KL",
-        "top-1 agreement",
-        "quantized tokens",
-        "cache bytes",
-        "ratio to bf16",
-        "bits/element",
-        *resident.columns(result["caches"]),
-    )
-    exact = result["exact"]
+    bf16 = result["bf16_bytes"]
+    bf16_by_batch = [{"batch": batch, "bytes": batch * bf16} for batch in COMPARED_BATCHES]
     rows = [
-        (
-            MODEL_ROW,
-            _number(exact["perplexity"], 3),
-            _number(exact["bits_per_byte"], 4),
-            "",
-            "",
-            "",
-            format_bytes(result["bf16_bytes"]),
-            "1.00",
-            "16.00",
-            *(format_bytes(batch * result["bf16_bytes"]) for batch in COMPARED_BATCHES),
-        )
+        {
+            "cache": MODEL_ROW,
+            **_predictions(result["exact"]),
+            "KL": "",
+            "top-1 agreement": "",
+            "quantized tokens": "",
+            "cache bytes": format_bytes(bf16),
+            "ratio to bf16": "1.00",
+            "bits/element": "16.00",
+            **cache_sizes.resident_cells({"resident_by_batch": bf16_by_batch}),
+        }
     ]
-    for c in result["caches"]:
-        rows.append(
-            (
-                c["name"],
-                _number(c["perplexity"], 3),
-                _number(c["bits_per_byte"], 4),
-                _number(c["kl"], 5),
-                f"{c['agreement']:.2%}",
-                inputs.quantized_in_words(c["quantized_tokens"], result["read_tokens"]),
-                format_bytes(c["cache_bytes"]),
-                f"{c['ratio']:.2f}",
-                f"{c['bits_per_element']:.2f}",
-                *resident.cells(c),
-            )
-        )
+    rows += [
+        {
+            "cache": c["name"],
+            **_predictions(c),
+            "KL": _number(c["kl"], 5),
+            "top-1 agreement": f"{c['agreement']:.2%}",
+            **cache_sizes.size_cells(c, result["read_tokens"]),
+        }
+        for c in result["caches"]
+    ]
     title = (
         f"{result['model']} on {result['text']}: {result['scored_tokens']} of"
         f" {result['text_tokens']} tokens scored in windows of {result['capacity']} by"
         f" {result['stride']}, mode {result['mode']}{_detail(result)}, {result['dtype']}"
         f"{_rounding(result)}, {result['seconds']:.0f} s"
     )
-    print_table(title, columns, rows, numeric=columns[1:])
+    print_table(title, rows)
     _print_positions(result)
+
+
+def _predictions(numbers: dict[str, Any]) -> dict[str, str]:
+    return {
+        "perplexity": _number(numbers["perplexity"], 3),
+        "bits/byte": _number(numbers["bits_per_byte"], 4),
+    }
 
 
 def _detail(result: dict[str, Any]) -> str:
@@ -212,20 +179,20 @@ def _rounding(result: dict[str, Any]) -> str:
 
 def _print_positions(result: dict[str, Any]) -> None:
     """Print the numbers by position, without the parts of a window in which nothing was scored."""
-    scored = [i for i, part in enumerate(result["positions"]) if part["tokens"]]
-    columns = (
-        "by position in the window",
-        "",
-        *(f"{p['first']}-{p['last']}" for p in (result["positions"][i] for i in scored)),
-    )
+    parts, names = result["positions"], ("by position in the window", "")
 
     def row(
         name: str, what: str, values: Sequence[float | int | None], digits: int
-    ) -> tuple[str, ...]:
-        return (name, what, *(_number(values[i], digits) for i in scored))
+    ) -> dict[str, str]:
+        numbers = {
+            f"{part['first']}-{part['last']}": _number(value, digits)
+            for part, value in zip(parts, values, strict=True)
+            if part["tokens"]
+        }
+        return dict(zip(names, (name, what), strict=True)) | numbers
 
     rows = [
-        row(MODEL_ROW, "tokens", [part["tokens"] for part in result["positions"]], 0),
+        row(MODEL_ROW, "tokens", [part["tokens"] for part in parts], 0),
         row("", "nats", result["exact"]["by_position"]["nats"], 4),
     ]
     for c in result["caches"]:
@@ -235,7 +202,7 @@ def _print_positions(result: dict[str, Any]) -> None:
             row("", "KL", by["kl"], 5),
             row("", "flips", by["flips"], 0),
         ]
-    print_table("", columns, rows, numeric=columns[2:])
+    print_table("", rows, texts=names)
 
 
 def _number(value: float | int | None, digits: int) -> str:

@@ -69,19 +69,15 @@ def _source(model: PublishedModel) -> str:
 
 def _print(models: list[dict[str, Any]]) -> None:
     rows = [
-        (
-            m["name"],
-            m["title"],
-            megabytes(m["download_bytes"]),
-            m["licence"],
-            m["source"],
-            m["path"] or f"no: kvq fetch {m['name']}",
-        )
+        {
+            "name": m["name"],
+            "model": m["title"],
+            "download": megabytes(m["download_bytes"]),
+            "licence": m["licence"],
+            "source": m["source"],
+            "here": m["path"] or f"no: kvq fetch {m['name']}",
+        }
         for m in models
     ]
-    print_table(
-        "Models that can be fetched",
-        ("name", "model", "download", "licence", "source", "here"),
-        rows,
-        numeric=("download",),
-    )
+    texts = ("name", "model", "licence", "source", "here")
+    print_table("Models that can be fetched", rows, texts)

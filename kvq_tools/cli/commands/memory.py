@@ -1,8 +1,4 @@
-"""`kvq memory`: count the bytes of a cache, from config.json alone.
-
-Tables that few ask for are imported when they are: some need Flax, whose import takes longer than
-all counting.
-"""
+"""`kvq memory`: count the bytes of a cache, from config.json alone."""
 
 from __future__ import annotations
 
@@ -11,15 +7,11 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
-
 import kvq_jax as kvq
 from kvq_jax.cache.cache import Cache
 from kvq_jax.cache.paper_bits import paper_bits
-from kvq_jax.cache.size import parameter_bytes
-from kvq_jax.peak_rates import Device
 from kvq_models.llama.config import LlamaConfig
-from kvq_tools.cli import inputs, resident
+from kvq_tools.cli import cache_sizes, inputs, memory_fits, memory_roofline
 from kvq_tools.cli.console import UserError, format_bytes, print_json, progress
 from kvq_tools.cli.tables import print_line, print_table
 
@@ -32,21 +24,16 @@ def run(options: argparse.Namespace) -> None:
     if Path(options.model).name == "config.json":
         options.model = str(Path(options.model).parent)
     if not options.cache:
-        from kvq_tools.cli import memory_fits
-
         return memory_fits.run(options)
     config = inputs.read_config(options.model, *options.cache)
     context = options.context or config.positions
     inputs.warn_beyond(context, config)
     with progress("counting"):
-        sizes = options.batch, context, options.dtype, options.budget
         caches = [
-            {"name": text} | describe(spec, config, *sizes, options.roofline)
+            {"name": text} | _described(spec, config, context, options)
             for text, spec in options.cache
         ]
-        for cache, (_, spec) in zip(caches, options.cache, strict=True):
-            with inputs.input_errors():
-                cache["mesh"] = _on_mesh(options, spec, config, context)
+    device = options.roofline
     result: dict[str, Any] = {
         "model": options.model,
         "context": context,
@@ -55,7 +42,7 @@ def run(options: argparse.Namespace) -> None:
         "budget_bytes": options.budget,
         "max_position_embeddings": config.max_position_embeddings,
         "bf16_bytes": kvq.size.dense_nbytes(config, options.batch, context),
-        "device": _device(options.roofline, config),
+        "device": None if device is None else memory_roofline.describe_device(device, config),
         "caches": caches,
     }
     if options.json:
@@ -67,28 +54,11 @@ def run(options: argparse.Namespace) -> None:
         memory_mesh.print_shares(caches, options.device)
 
 
-def _on_mesh(
-    options: argparse.Namespace, spec: kvq.cache.CacheSpec, config: LlamaConfig, context: int
-) -> dict[str, Any] | None:
-    if options.mesh is None:
-        return None
-    from kvq_tools.cli import memory_mesh
-
-    sizes = options.batch, context, options.dtype
-    return memory_mesh.describe(spec, config, *sizes, options.mesh, options.devices, options.device)
-
-
-def describe(
-    spec: kvq.cache.CacheSpec,
-    config: LlamaConfig,
-    batch: int,
-    context: int,
-    dtype: str,
-    budget: int | None = None,
-    device: Device | None = None,
+def _described(
+    spec: kvq.cache.CacheSpec, config: LlamaConfig, context: int, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Return the numbers of one cache, all counted from its layout. `roofline` is there only with a
-    device."""
+    """Return the numbers of one cache, all counted from its layout."""
+    batch, dtype, budget, device = options.batch, options.dtype, options.budget, options.roofline
     layout = kvq.cache.layout(spec, config, batch, context, dtype)
     size = kvq.size.of(spec, config, batch, context, dtype)
     return {
@@ -102,34 +72,30 @@ def describe(
         "parameter_bytes": size.parameters,
         "working_bytes": size.working,
         "resident_bytes": size.resident,
-        "resident_by_batch": resident.by_batch(spec, config, context, dtype, batch),
+        "resident_by_batch": cache_sizes.by_batch(spec, config, context, dtype, batch),
         "paper_layout_bytes": paper_layout_bytes(layout),
         "paper_bits_per_element": paper_bits(spec, config, context),
         "outlier_fraction": kvq.size.outlier_fraction(spec, config),
         "largest_context": (
-            None if budget is None else resident.largest_context(spec, config, batch, dtype, budget)
+            None
+            if budget is None
+            else cache_sizes.largest_context(spec, config, batch, dtype, budget)
         ),
-        "roofline": _roofline(layout, config, dtype, device),
+        "roofline": (
+            None if device is None else memory_roofline.describe(layout, config, dtype, device)
+        ),
+        "mesh": None if options.mesh is None else _on_mesh(spec, config, context, options),
     }
 
 
-def _device(device: Device | None, config: LlamaConfig) -> dict[str, Any] | None:
-    if device is None:
-        return None
-    from kvq_tools.cli import memory_roofline
+def _on_mesh(
+    spec: kvq.cache.CacheSpec, config: LlamaConfig, context: int, options: argparse.Namespace
+) -> dict[str, Any]:
+    from kvq_tools.cli import memory_mesh  # imported late: it takes longer than all counting
 
-    return memory_roofline.describe_device(device, config)
-
-
-def _roofline(
-    layout: Cache, config: LlamaConfig, dtype: str, device: Device | None
-) -> dict[str, Any] | None:
-    if device is None:
-        return None
-    from kvq_tools.cli import memory_roofline
-
-    itemsize = jnp.dtype(dtype).itemsize
-    return memory_roofline.describe(layout, config, parameter_bytes(layout), itemsize, device)
+    ways = options.mesh, options.devices, options.device
+    with inputs.input_errors():
+        return memory_mesh.describe(spec, config, options.batch, context, options.dtype, *ways)
 
 
 def paper_layout_bytes(cache: Cache) -> int | None:
@@ -153,41 +119,30 @@ def _print(result: dict[str, Any]) -> None:
         f"{result['model']}: context {result['context']}, batch {result['batch']}; as bf16"
         f" {format_bytes(result['bf16_bytes'])}"
     )
-    columns = [
-        "cache",
-        "bytes",
-        "size",
-        "ratio to bf16",
-        "bits/element",
-        "without windows",
-        "of 16 bits",
-        "quantized tokens",
-        *resident.columns(result["caches"]),
-    ]
-    if result["budget_bytes"] is not None:
-        columns.append(f"largest context in {format_bytes(result['budget_bytes'])}")
     rows = []
     for c in result["caches"]:
-        numbers = [
-            c["cache_bytes"],
-            format_bytes(c["cache_bytes"]),
-            f"{c['ratio']:.2f}",
-            f"{c['bits_per_element']:.3f}",
-            f"{c['body_bits_per_element']:.3f}",
-            f"{c['body_bits_per_element'] / 16:.4f} ({16 / c['body_bits_per_element']:.2f}x)",
-            inputs.quantized_in_words(c["quantized_tokens"]),
-            *resident.cells(c),
-        ]
+        body_bits = c["body_bits_per_element"]
         rows.append(
-            [c["name"], *numbers, *([] if c["largest_context"] is None else [c["largest_context"]])]
+            {
+                "cache": c["name"],
+                "bytes": c["cache_bytes"],
+                "size": format_bytes(c["cache_bytes"]),
+                "ratio to bf16": f"{c['ratio']:.2f}",
+                "bits/element": f"{c['bits_per_element']:.3f}",
+                "without windows": f"{body_bits:.3f}",
+                "of 16 bits": f"{body_bits / 16:.4f} ({16 / body_bits:.2f}x)",
+                "quantized tokens": cache_sizes.quantized_in_words(c["quantized_tokens"]),
+                **cache_sizes.resident_cells(c),
+            }
         )
-    print_table(title, columns, rows, numeric=columns[1:])
+        if result["budget_bytes"] is not None:
+            budget = format_bytes(result["budget_bytes"])
+            rows[-1][f"largest context in {budget}"] = c["largest_context"]
+    print_table(title, rows)
     _print_parts(result["caches"])
     for cache in result["caches"]:
         _print_notes(cache)
     if result["device"] is not None:
-        from kvq_tools.cli import memory_roofline
-
         memory_roofline.print_roofline(result["caches"], result["device"])
     if result["budget_bytes"] is not None:
         print_line(
@@ -199,27 +154,24 @@ def _print(result: dict[str, Any]) -> None:
 def _print_parts(caches: list[dict[str, Any]]) -> None:
     """Print the parts of each cache, and what it needs beside itself."""
     parts = [
-        (c["name"], p["side"], p["name"], p["bytes"], format_bytes(p["bytes"]))
+        {"cache": c["name"], "side": p["side"], "part": p["name"]} | _bytes(p["bytes"])
         for c in caches
         for p in c["components"]
         if p["bytes"]
     ]
-    print_table(
-        "components", ("cache", "side", "part", "bytes", "size"), parts, numeric=("bytes", "size")
-    )
+    print_table("components", parts, texts=("cache", "side", "part"))
     beside = [
-        (c["name"], label, c[key], format_bytes(c[key]))
+        {"cache": c["name"], "part": label} | _bytes(c[key])
         for c in caches
         for key, label in (("parameter_bytes", "parameters"), ("working_bytes", "working memory"))
         if c[key]
     ]
     if beside:
-        print_table(
-            "beside the cache",
-            ("cache", "part", "bytes", "size"),
-            beside,
-            numeric=("bytes", "size"),
-        )
+        print_table("beside the cache", beside, texts=("cache", "part"))
+
+
+def _bytes(size: int) -> dict[str, object]:
+    return {"bytes": size, "size": format_bytes(size)}
 
 
 def _print_notes(cache: dict[str, Any]) -> None:

@@ -13,8 +13,8 @@ from kvq_jax.cache.spec import CACHE_OPTIONS
 from kvq_jax.methods.base import Method
 from kvq_jax.methods.registry import register_installed
 from kvq_models.inference.memory import CACHE_DTYPE
-from kvq_tools.cli import resident
-from kvq_tools.cli.console import print_json
+from kvq_tools.cli import cache_sizes
+from kvq_tools.cli.console import format_bytes, print_json
 from kvq_tools.cli.did_you_mean import with_hint
 from kvq_tools.cli.options.values import refusal
 from kvq_tools.cli.tables import print_line, print_table
@@ -77,7 +77,7 @@ def describe(method: Method) -> dict[str, Any]:
             spec: kvq.size.body_bits_per_element(spec, REFERENCE_DIMS) for spec in specs
         },
         "resident_by_batch": {
-            spec: resident.by_batch(spec, REFERENCE_DIMS, REFERENCE_CONTEXT, CACHE_DTYPE)
+            spec: cache_sizes.by_batch(spec, REFERENCE_DIMS, REFERENCE_CONTEXT, CACHE_DTYPE)
             for spec in specs
         },
         "read_by": dict(zip(("gpu", "cpu"), _readers(method.name), strict=True)),
@@ -112,7 +112,7 @@ def _print_method(method: dict[str, Any]) -> None:
         f"  average bits: {', '.join(f'{spec} {value:.2f}' for spec, value in bits.items())}"
     )
     sizes = [
-        f"{spec} {' and '.join(resident.cells({'resident_by_batch': batches}))}"
+        f"{spec} {' and '.join(format_bytes(entry['bytes']) for entry in batches)}"
         for spec, batches in method["resident_by_batch"].items()
     ]
     print_line(
@@ -127,9 +127,17 @@ def _print_method(method: dict[str, Any]) -> None:
     print_line(f"  read by {readers['gpu']} on a GPU, {readers['cpu']} on a CPU")
     for name, options in method["presets"].items():
         print_line(f"  preset={name}: {options}")
-    rows = [(o["name"], _shown(o["default"]), _allowed(o), o["help"]) for o in method["options"]]
+    rows = [
+        {
+            "option": option["name"],
+            "default": _shown(option["default"]),
+            "allowed": _allowed(option),
+            "meaning": option["help"],
+        }
+        for option in method["options"]
+    ]
     if rows:
-        print_table("", ("option", "default", "allowed", "meaning"), rows)
+        print_table("", rows, texts=None)
     print()
 
 

@@ -16,22 +16,11 @@ def run(options: argparse.Namespace) -> None:
     kind, new = options.task or "single_1", options.max_new_tokens
 
     def samples(prompts: TaskPrompts, config: LlamaConfig) -> list[TaskSample]:
+        asked = {"suffix": options.suffix, "max_new_tokens": new}
         if options.data is not None:
-            return niah.from_file(
-                options.data,
-                prompts,
-                limit=options.limit,
-                suffix=options.suffix,
-                max_new_tokens=new,
-            )
-        hiding = task_runs.hiding_settings(options)
-        return task_runs.generated(
-            options,
-            config,
-            partial(
-                niah.generated, prompts, kind, **hiding, suffix=options.suffix, max_new_tokens=new
-            ),
-        )
+            return niah.from_file(options.data, prompts, limit=options.limit, **asked)
+        asked |= task_runs.hiding_settings(options)
+        return task_runs.generated(options, config, partial(niah.generated, prompts, kind, **asked))
 
     settings = {
         "kind": None if options.data else kind,
@@ -41,7 +30,7 @@ def run(options: argparse.Namespace) -> None:
         "seed": options.seed,
         "max_new_tokens": new,
     }
+    groups = ("length", "depth")
     task_runs.run_task(
-        options,
-        task_runs.TaskRun("niah", niah.TASK, niah.RULES, samples, ("length", "depth"), settings),
+        options, niah.TASK, samples, rules=niah.RULES, groups=groups, settings=settings
     )

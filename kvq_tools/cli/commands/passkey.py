@@ -15,17 +15,13 @@ def run(options: argparse.Namespace) -> None:
     task_runs.refuse_beside_data(options, "lengths", "depths", "text")
 
     def samples(prompts: TaskPrompts, config: LlamaConfig) -> list[TaskSample]:
+        new = {"max_new_tokens": options.max_new_tokens}
         if options.data is not None:
-            return passkey.from_file(
-                options.data, prompts, limit=options.limit, max_new_tokens=options.max_new_tokens
-            )
-        make = partial(
-            passkey.generated,
-            prompts,
-            **task_runs.hiding_settings(options),
-            max_new_tokens=options.max_new_tokens,
+            return passkey.from_file(options.data, prompts, limit=options.limit, **new)
+        hiding = task_runs.hiding_settings(options)
+        return task_runs.generated(
+            options, config, partial(passkey.generated, prompts, **hiding, **new)
         )
-        return task_runs.generated(options, config, make)
 
     settings = {
         "data": options.data,
@@ -33,9 +29,7 @@ def run(options: argparse.Namespace) -> None:
         "seed": options.seed,
         "max_new_tokens": options.max_new_tokens,
     }
+    groups = ("length", "depth")
     task_runs.run_task(
-        options,
-        task_runs.TaskRun(
-            "passkey", passkey.TASK, passkey.RULES, samples, ("length", "depth"), settings
-        ),
+        options, passkey.TASK, samples, rules=passkey.RULES, groups=groups, settings=settings
     )

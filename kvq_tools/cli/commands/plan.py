@@ -21,7 +21,7 @@ from kvq_models.calibration.file import (
 )
 from kvq_models.llama.checkpoint import load_llama
 from kvq_models.llama.config import LlamaConfig
-from kvq_tools.cli import inputs, interruption, plan_speed, plan_table, resident, text_input
+from kvq_tools.cli import cache_sizes, inputs, interruption, plan_speed, plan_table, text_input
 from kvq_tools.cli.console import UserError, bar, format_bytes, input_errors, loading, print_json
 from kvq_tools.planning import figure, kept, unmeasured
 from kvq_tools.planning.defaults import (
@@ -46,9 +46,9 @@ def run(options: argparse.Namespace) -> None:
     inputs.warn_beyond(context, config)
     if options.picture and (why := figure.missing()):
         raise UserError(why)
-    for path in filter(None, (options.out, options.picture)):
-        if Path(path).is_dir() or not Path(path).absolute().parent.is_dir():
-            raise UserError(f"{path!r} must be a file in a directory that exists")
+    for option in ("out", "picture"):
+        if path := getattr(options, option):
+            inputs.output_file(path, f"--{option}")
     with input_errors():
         asked = plan_speed.budget(options, config)
         bits = budgets(asked, _bases(options), config, options.batch, context, options.dtype)
@@ -322,7 +322,7 @@ def described(
         "bits": bits,
         "body_bits_per_element": kvq.size.body_bits_per_element(name, config, context),
         "bytes": kvq.size.nbytes(kvq.cache.layout(name, config, batch, context, dtype)),
-        "resident_by_batch": resident.by_batch(name, config, context, dtype, batch),
+        "resident_by_batch": cache_sizes.by_batch(name, config, context, dtype, batch),
     }
 
 

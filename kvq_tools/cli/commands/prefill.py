@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from pathlib import Path
 
 import jax
 
@@ -32,22 +31,15 @@ from kvq_tools.cli.tables import print_line
 
 def run(options: argparse.Namespace) -> None:
     config = inputs.read_config(options.model, options.cache)
-    inputs.check_calibration_file(config, options.cache, options.calibration)
+    inputs.check_calibration(options, config)
     _, prompt, opening = read_prompt(options, config)
-    out = Path(options.out)
-    if out.is_dir() or not out.absolute().parent.is_dir():
-        raise UserError(
-            f"--out {options.out!r} cannot be written:"
-            f" {'it is a folder' if out.is_dir() else 'its folder does not exist'}"
-        )
+    out = inputs.output_file(options.out)
     capacity = options.capacity or len(prompt) + ROOM
     if capacity < len(prompt):
         raise UserError(f"the prompt has {len(prompt)} tokens, over the capacity of {capacity}")
     inputs.warn_beyond(capacity, config)
     layout = kvq.cache.layout(options.cache.spec, config, 1, capacity, inputs.rows_dtype(options))
-    device_memory.check_memory(layout)
-    with input_errors():
-        decoding.implementations(layout, options.implementation)
+    device_memory.check_readable(layout, options.implementation)
     llama = load_model(options)
     model_fingerprint = fingerprint(llama)
     with input_errors():

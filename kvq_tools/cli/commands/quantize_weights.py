@@ -4,7 +4,6 @@ ordinary one or packed in 4 bits."""
 from __future__ import annotations
 
 import argparse
-import importlib.resources
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from kvq_tools.cli import inputs, text_input
 from kvq_tools.cli.console import bar, format_bytes, input_errors, loading, print_json, progress
 from kvq_tools.cli.options.quantize_weights import LENGTH
 from kvq_tools.cli.tables import print_line
+from kvq_tools.evaluation.text import passage
 
 STORED_DTYPES = {"BF16": "bfloat16", "F16": "float16"}
 
@@ -25,11 +25,7 @@ STORED_DTYPES = {"BF16": "bfloat16", "F16": "float16"}
 def run(options: argparse.Namespace) -> None:
     config = inputs.read_config(options.model)
     inputs.output_directory(options.out, empty=True)
-    text = (
-        text_input.read_text(options.text)
-        if options.text
-        else (importlib.resources.files("kvq_tools.cli") / "passage.txt").read_text()
-    )
+    text = text_input.read_text(options.text) if options.text else passage()
     length = options.length or min(LENGTH, config.positions)
     inputs.warn_beyond(length, config, "samples of ")
     ids = text_input.encode(text_input.need_tokenizer(options.model, "read the text"), text)

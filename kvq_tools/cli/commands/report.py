@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import shlex
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import kvq_jax as kvq
-from kvq_models.inference.method_parameters import prepare
 from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli import inputs, text_evaluation
 from kvq_tools.cli.console import (
@@ -20,14 +19,13 @@ from kvq_tools.cli.console import (
     input_errors,
     print_json,
 )
-from kvq_tools.cli.model_loading import load_model
-from kvq_tools.cli.options.report import CONTEXTS, NO_CONTEXTS
+from kvq_tools.cli.model_loading import load_model, prepared
+from kvq_tools.cli.options.report import CONTEXTS, NO_CONTEXTS, SAMPLE, STEPS
 from kvq_tools.cli.tables import print_line
 from kvq_tools.evaluation.defaults import BATCH, BUCKETS, CHUNK, STEP
 from kvq_tools.evaluation.settings import Settings
 from kvq_tools.report import schema, times, write
 from kvq_tools.report.collect import ReportPlan, collect
-from kvq_tools.report.defaults import SAMPLE, STEPS
 from kvq_tools.report.quality import advice, front_by, verdict
 
 SOURCES = ("model", "text", "cache")  # --from replaces these
@@ -72,23 +70,20 @@ def _made(options: argparse.Namespace) -> schema.CacheReport:
             " report.json"
         )
     names = [name for name, _ in options.cache]
-    twice = [name for i, name in enumerate(names) if name in names[:i]]
-    if twice:
-        raise UserError(f"--cache {twice[0]} is given twice")
+    ((name, count),) = Counter(names).most_common(1)
+    if count > 1:
+        raise UserError(f"--cache {name} is given {count} times")
     config, text, settings, files = text_evaluation.checked(options)
     shown = _contexts(options, config)
     inputs.output_directory(options.out)  # fails now rather than at the end
     plain = load_model(options)
-    with input_errors():
-        prepared = zip(options.cache, files, strict=True)
-        candidates = [
-            times.PreparedCache(name, spec, prepare(plain, spec, file))
-            for (name, spec), file in prepared
-        ]
-    for name, spec in options.cache:
-        text_evaluation.warn_if_exact(
-            name, kvq.cache.layout(spec, config, 1, min(settings.window, text.ids.size)), settings
-        )
+    models = prepared(plain, [spec for _, spec in options.cache], files)
+    candidates = [
+        times.PreparedCache(name, spec, llama)
+        for name, (llama, spec) in zip(names, models, strict=True)
+    ]
+    window = min(settings.window, text.ids.size)
+    text_evaluation.warn_if_exact(options.cache, config, window, settings)
     sample = min(options.sample, text.ids.size, config.positions)
     plan = ReportPlan(
         options.model,

@@ -33,5 +33,5 @@ def run(options: argparse.Namespace) -> None:
         "max_new_tokens": new,
     }
     task_runs.run_task(
-        options, task_runs.TaskRun("ruler", niah.TASK, rules, samples, ("length",), settings)
+        options, niah.TASK, samples, rules=rules, groups=("length",), settings=settings
     )

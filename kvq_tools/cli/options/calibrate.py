@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from kvq_tools.cli.options import shared, values
+from kvq_tools.cli.options import shared
 
 SAMPLES, LENGTH = 16, 2048  # as in KVQuant
 
@@ -39,7 +39,6 @@ examples:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.description, parser.epilog = DESCRIPTION, EPILOG
     shared.add_model(parser)
     parser.add_argument(
         "--text", metavar="FILE", required=True, help="the UTF-8 text to draw samples from"
@@ -48,27 +47,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", metavar="F", required=True, help="the file to write, such as wiki.safetensors"
     )
-    parser.add_argument(
-        "--samples",
-        metavar="N",
-        type=values.positive,
-        default=SAMPLES,
-        help="random samples (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--length",
-        metavar="W",
-        type=values.positive,
-        help=(
-            f"tokens per sample (default: {LENGTH}, at most the model's max_position_embeddings)"
-        ),
-    )
-    parser.add_argument(
-        "--seed",
-        type=values.seed,
-        default=0,
-        help="seed of the samples: the same seed gives the same file (default: 0)",
-    )
+    shared.add_samples(parser, SAMPLES, LENGTH, result="file")
     parser.add_argument(
         "--work",
         metavar="DIR",

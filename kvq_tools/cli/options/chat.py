@@ -40,7 +40,6 @@ in the conversation:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.description, parser.epilog = DESCRIPTION, EPILOG
     shared.add_model(parser)
     parser.add_argument(
         "--from",

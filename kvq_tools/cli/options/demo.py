@@ -40,19 +40,13 @@ examples:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.description, parser.epilog = DESCRIPTION, EPILOG
     parser.add_argument(
         "--model", default=EMBEDDED, help=f"{shared.MODEL_HELP} (default: %(default)s)"
     )
     parser.add_argument(
         "--text", metavar="FILE", help="a UTF-8 text (default: the passage that ships with kvq)"
     )
-    parser.add_argument(
-        "--cache",
-        metavar="SPEC",
-        action="append",
-        help="a cache; can be repeated",
-    )
+    shared.add_caches(parser)
     shared.add_calibration(parser, several=True)
     parser.add_argument(
         "--context",

@@ -50,7 +50,6 @@ examples:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.description, parser.epilog = DESCRIPTION, EPILOG
     shared.add_model(parser)
     evaluation.add_request(parser)
     shared.add_mesh(parser)

@@ -14,13 +14,7 @@ def add_request(parser: argparse.ArgumentParser, required: bool = True) -> None:
     parser.add_argument(
         "--text", metavar="FILE", required=required, help="the UTF-8 text to predict"
     )
-    parser.add_argument(
-        "--cache",
-        metavar="SPEC",
-        action="append",
-        required=required,
-        help="a cache; can be repeated",
-    )
+    shared.add_caches(parser, required=required)
     shared.add_calibration(parser, several=True)
     _add_settings(parser)
     shared.add_dtype(

@@ -28,7 +28,6 @@ Models are stored in $KVQ_CACHE, else in $XDG_CACHE_HOME/kvq, else in
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.description, parser.epilog = DESCRIPTION, EPILOG
     parser.add_argument(
         "name",
         metavar="NAME",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 
 from kvq_tools.cli.options import engine_size, sampling, shared, values
-from kvq_tools.cli.options.prompt import add_prompt
 
 DESCRIPTION = """\
 Continues a prompt with a Llama-family checkpoint whose keys and values go
@@ -41,9 +40,8 @@ come. Run the command again to continue where it stopped.
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.description, parser.epilog = DESCRIPTION, EPILOG
     shared.add_model(parser)
-    prompt = add_prompt(parser, required=False)
+    prompt = shared.add_prompt(parser, required=False)
     prompt.add_argument(
         "--prompts",
         metavar="F",

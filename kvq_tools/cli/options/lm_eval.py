@@ -22,7 +22,6 @@ example:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the help. The command line is not parsed here; `main` passes it on."""
-    parser.description, parser.epilog = DESCRIPTION, EPILOG
     parser.add_argument(
         "arguments", metavar="...", nargs=argparse.REMAINDER, help="lm-eval's command line"
     )

@@ -43,30 +43,11 @@ examples:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.description, parser.epilog = DESCRIPTION, EPILOG
     shared.add_model(parser)
-    parser.add_argument(
-        "--cache",
-        metavar="SPEC",
-        action="append",
-        help="a cache; can be repeated (default with --budget: all that were measured)",
+    shared.add_caches(
+        parser, "a cache; can be repeated (default with --budget: all that were measured)"
     )
-    parser.add_argument(
-        "--context",
-        metavar="S",
-        type=values.token_count,
-        help=(
-            "capacity in tokens of each sequence, such as 4096, 128K or 10M (default: the "
-            "model's max_position_embeddings)"
-        ),
-    )
-    parser.add_argument(
-        "--batch",
-        metavar="B",
-        type=values.positive,
-        default=1,
-        help="sequences (default: %(default)s)",
-    )
+    shared.add_sequences(parser)
     parser.add_argument(
         "--budget",
         metavar="SIZE",
@@ -118,7 +99,7 @@ def _add_mesh(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--devices",
         metavar="N",
-        type=_count,
+        type=values.integer(1, 4096),
         help="devices of the mesh (default: as many as WAYS names, 8 for auto)",
     )
     parser.add_argument(
@@ -130,9 +111,3 @@ def _add_mesh(parser: argparse.ArgumentParser) -> None:
             f"kind of device of the mesh: {', '.join(MEMORY)} (default: h200), or peaks FLOPS:BYTES"
         ),
     )
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= 4096:
-        raise argparse.ArgumentTypeError(f"{text!r} must be an integer from 1 to 4096")
-    return int(text)

@@ -14,8 +14,13 @@ padding, but not windows) at head_dim 128, and resident bytes: the cache, what
 the method adds to the model, and the working memory of a step. Says whether a
 kernel or XLA reads its cache on a GPU and on a CPU."""
 
+EPILOG = f"""\
+examples:
+  kvq methods kivi
+  kvq methods --json
+
+{CACHE_GRAMMAR}"""
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.description = DESCRIPTION
-    parser.epilog = f"examples:\n  kvq methods kivi\n  kvq methods --json\n\n{CACHE_GRAMMAR}"
     parser.add_argument("names", metavar="NAME", nargs="*", help="list these methods only")

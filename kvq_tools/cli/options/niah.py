@@ -32,7 +32,6 @@ examples:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.description, parser.epilog = DESCRIPTION, EPILOG
     tasks.add_arguments(parser, NEEDLE_TOKENS)
     parser.add_argument(
         "--task",

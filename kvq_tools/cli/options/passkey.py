@@ -27,7 +27,6 @@ examples:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.description, parser.epilog = DESCRIPTION, EPILOG
     tasks.add_arguments(parser, PASSKEY_TOKENS)
     tasks.add_generator_arguments(
         parser, "a UTF-8 text to hide the key in (default: dull sentences, repeated)"

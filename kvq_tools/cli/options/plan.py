@@ -49,7 +49,6 @@ examples:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.description, parser.epilog = DESCRIPTION, EPILOG
     shared.add_model(parser)
     parser.add_argument(
         "--budget",
@@ -79,19 +78,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
             " was made for)"
         ),
     )
-    parser.add_argument(
-        "--context",
-        metavar="S",
-        type=values.token_count,
-        help="tokens per sequence, such as 4096 or 32K (default: the positions of the model)",
-    )
-    parser.add_argument(
-        "--batch",
-        metavar="B",
-        type=values.positive,
-        default=1,
-        help="sequences (default: %(default)s)",
-    )
+    shared.add_sequences(parser)
     parser.add_argument(
         "--dtype",
         choices=shared.DTYPES,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 
 from kvq_tools.cli.options import shared, values
-from kvq_tools.cli.options.prompt import add_prompt
 
 ROOM = 512  # tokens of a question and its answer
 
@@ -29,9 +28,8 @@ examples:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.description, parser.epilog = DESCRIPTION, EPILOG
     shared.add_model(parser)
-    add_prompt(parser, required=True)
+    shared.add_prompt(parser, required=True)
     shared.add_cache(parser)
     shared.add_calibration(parser)
     parser.add_argument(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from kvq_models.calibration.weight_bits import BITS
-from kvq_tools.cli.options import shared, values
+from kvq_tools.cli.options import shared
 
 SAMPLES, LENGTH = 16, 512
 
@@ -36,7 +36,6 @@ examples:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.description, parser.epilog = DESCRIPTION, EPILOG
     shared.add_model(parser)
     parser.add_argument("--bits", type=int, choices=BITS, required=True, help="bits per weight")
     parser.add_argument(
@@ -58,22 +57,4 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--text", metavar="FILE", help="a UTF-8 text for the gradients (default: a short passage)"
     )
-    parser.add_argument(
-        "--samples",
-        metavar="N",
-        type=values.positive,
-        default=SAMPLES,
-        help="random samples of the text (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--length",
-        metavar="W",
-        type=values.positive,
-        help=f"tokens per sample (default: {LENGTH}, at most the positions of the model)",
-    )
-    parser.add_argument(
-        "--seed",
-        type=values.seed,
-        default=0,
-        help="seed of the samples: the same seed gives the same weights (default: 0)",
-    )
+    shared.add_samples(parser, SAMPLES, LENGTH, result="weights")

@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 
 from kvq_tools.cli.options import evaluation, shared, values
-from kvq_tools.report.defaults import SAMPLE, STEPS
 
 CONTEXTS = (256, 1024, 4096, 16384)  # by default, as far as the model's positions reach
 
 NO_CONTEXTS = "none"
+
+STEPS = 15  # timed, after one that is not timed
+
+SAMPLE = 128  # tokens whose magnitudes and errors are shown
 
 DESCRIPTION = """\
 Writes DIR/index.html, a self-contained page with
@@ -47,7 +50,6 @@ def _contexts(text: str) -> tuple[int, ...]:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.description, parser.epilog = DESCRIPTION, EPILOG
     parser.add_argument("model", metavar="MODEL", nargs="?", help=shared.MODEL_HELP)
     parser.add_argument(
         "--out",

@@ -31,7 +31,6 @@ examples:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.description, parser.epilog = DESCRIPTION, EPILOG
     tasks.add_arguments(
         parser,
         None,

@@ -31,7 +31,6 @@ docs/serving.md lists the supported fields of a request.
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.description, parser.epilog = DESCRIPTION, EPILOG
     shared.add_model(parser)
     shared.add_cache(parser)
     shared.add_calibration(parser)
@@ -61,7 +60,7 @@ def _add_clients(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--port",
-        type=_port,
+        type=values.integer(0, 65535),
         default=8000,
         help="the port, or 0 for a free one (default: %(default)s)",
     )
@@ -159,9 +158,3 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         ),
     )
     parser.set_defaults(verify=True)  # argparse would add a default that it is given to the help
-
-
-def _port(text: str) -> int:
-    if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a port, from 0 to 65535")
-    return int(text)

@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from kvq_tools.cli.console import UserError
+from kvq_tools.cli.options import values
 
 DTYPES = ("float32", "bfloat16")
 
@@ -129,12 +130,80 @@ def add_cache(
 ) -> None:
     """Add --cache to a command that runs one cache. `text` is its help."""
     parser.add_argument(
-        "--cache",
-        metavar="SPEC",
-        action=_OneCache,
-        default=default,
-        required=required,
-        help=text,
+        "--cache", metavar="SPEC", action=_OneCache, default=default, required=required, help=text
+    )
+
+
+def add_caches(
+    parser: argparse.ArgumentParser,
+    text: str = "a cache; can be repeated",
+    *,
+    required: bool = False,
+) -> None:
+    """Add --cache to a command that compares caches. `text` is its help."""
+    parser.add_argument("--cache", metavar="SPEC", action="append", required=required, help=text)
+
+
+def add_prompt(parser: argparse.ArgumentParser, *, required: bool) -> Any:
+    """Add the options that give a prompt, which exclude each other, and return their group."""
+    prompt = parser.add_mutually_exclusive_group(required=required)
+    prompt.add_argument("--prompt", metavar="P", help="the text to continue")
+    prompt.add_argument(
+        "--prompt-file",
+        metavar="F",
+        help="a UTF-8 file with the text to continue, or - for stdin",
+    )
+    prompt.add_argument(
+        "--prompt-ids",
+        metavar="IDS",
+        type=values.token_ids,
+        help="token ids such as 1,2,3; needs no tokenizer",
+    )
+    parser.add_argument(
+        "--chat", action="store_true", help="wrap the prompt in the tokenizer's chat template"
+    )
+    return prompt
+
+
+def add_samples(parser: argparse.ArgumentParser, samples: int, length: int, *, result: str) -> None:
+    """Add the random samples of a text that the model runs on. They decide the `result`."""
+    parser.add_argument(
+        "--samples",
+        metavar="N",
+        type=values.positive,
+        default=samples,
+        help="random samples of the text (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--length",
+        metavar="W",
+        type=values.positive,
+        help=f"tokens per sample (default: {length}, at most the positions of the model)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=values.seed,
+        default=0,
+        help=f"seed of the samples: the same seed gives the same {result} (default: 0)",
+    )
+
+
+def add_sequences(parser: argparse.ArgumentParser) -> None:
+    """Add the number of sequences of a cache, and their length."""
+    parser.add_argument(
+        "--context",
+        metavar="S",
+        type=values.token_count,
+        help=(
+            "tokens per sequence, such as 4096, 128K or 10M (default: the positions of the model)"
+        ),
+    )
+    parser.add_argument(
+        "--batch",
+        metavar="B",
+        type=values.positive,
+        default=1,
+        help="sequences (default: %(default)s)",
     )
 
 

@@ -24,12 +24,7 @@ def add_arguments(
         default: the default in words.
     """
     shared.add_model(parser)
-    parser.add_argument(
-        "--cache",
-        metavar="SPEC",
-        action="append",
-        help="a cache; can be repeated (default: dense)",
-    )
+    shared.add_caches(parser, "a cache; can be repeated (default: dense)")
     shared.add_calibration(parser, several=True)
     parser.add_argument(
         "--max-new-tokens",

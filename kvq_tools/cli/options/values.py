@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Callable
 
 from kvq_tools.cli.console import UserError
 
@@ -17,11 +18,21 @@ def refusal(command: str, argument: str, why: str) -> UserError:
     return UserError(f"argument {argument}: {why} (see kvq {command} --help)")
 
 
-def positive(text: str) -> int:
-    """Parse a count: an integer of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be an integer of at least 1")
-    return int(text)
+def integer(least: int, most: int | None = None) -> Callable[[str], int]:
+    """Return the parser of an integer from `least` to `most`."""
+    allowed = f"of at least {least}" if most is None else f"from {least} to {most}"
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < least or (most is not None and int(text) > most):
+            raise argparse.ArgumentTypeError(f"{text!r} must be an integer {allowed}")
+        return int(text)
+
+    return parse
+
+
+count = integer(0)
+positive = integer(1)
+seed = integer(0, MOST_SEED)  # what every random generator accepts, and JAX does not cut
 
 
 def token_count(text: str) -> int:
@@ -34,21 +45,6 @@ def token_count(text: str) -> int:
             f"{text!r} must be an integer of at least 1 and below 2G, such as 4096, 128K or 10M"
         )
     return int(digits) * 1024**power
-
-
-def count(text: str) -> int:
-    """Parse a count that may be 0."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} must be an integer of at least 0")
-    return int(text)
-
-
-def seed(text: str) -> int:
-    """Parse --seed: a number that every random generator accepts and that JAX does not cut to 32
-    bits."""
-    if not text.isdecimal() or int(text) > MOST_SEED:
-        raise argparse.ArgumentTypeError(f"{text!r} must be an integer from 0 to {MOST_SEED}")
-    return int(text)
 
 
 def byte_size(text: str) -> int:

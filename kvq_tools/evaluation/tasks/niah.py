@@ -23,6 +23,7 @@ from kvq_tools.evaluation.tasks.kinds import NEEDLE_KINDS as KINDS
 from kvq_tools.evaluation.tasks.kinds import NEEDLE_TOKENS as MAX_NEW_TOKENS
 from kvq_tools.evaluation.tasks.kinds import NeedleKind
 from kvq_tools.evaluation.tasks.sample import (
+    LENGTH_RULE,
     AnswerRule,
     Fields,
     Scores,
@@ -41,7 +42,7 @@ FIELDS = Fields(
     {"input": str, "outputs": list}, {"answer_prefix": str}, filled=("input", "outputs")
 )
 ANSWER_PREFIX = " The special magic {things} for {keys} mentioned in the provided text {are}"
-NEEDLE_TOKENS = 8  # at least so many per needle
+LEAST_NEEDLE = 8  # tokens
 
 
 SINGULAR = {"Some": "A", "are": "is", "are_all": "is"}
@@ -68,12 +69,9 @@ RULES = {
     ),
     "depth": (
         "share of the haystack before the needle that is asked for; all others stand anywhere, and"
-        " all where several are asked for"
+        " all if several are asked for"
     ),
-    "length": (
-        "tokens of the prompt and of max_new_tokens; the prompt is at most that long, and nothing"
-        " is cut"
-    ),
+    "length": LENGTH_RULE,
     "score": "share of the values that the answer contains, in upper or lower case",
 }
 FILE_RULES = {"prompt": "of the file", "length": RULES["length"], "score": RULES["score"]}
@@ -222,7 +220,7 @@ def _haystack(
         case _:
             others = (
                 (_drawn(kind.keys, rng), _drawn(kind.values, rng))
-                for _ in range(budget // NEEDLE_TOKENS)
+                for _ in range(budget // LEAST_NEEDLE)
             )
             return [_needle(kind, key, value) for key, value in others if key not in taken]
 

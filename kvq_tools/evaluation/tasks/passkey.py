@@ -16,6 +16,7 @@ import numpy as np
 from kvq_tools.evaluation.tasks.filler import DULL, depth_of, excerpt, fitted, generator, words
 from kvq_tools.evaluation.tasks.kinds import PASSKEY_TOKENS as MAX_NEW_TOKENS
 from kvq_tools.evaluation.tasks.sample import (
+    LENGTH_RULE,
     AnswerRule,
     Fields,
     Scores,
@@ -37,10 +38,7 @@ RULES = {
     "prompt": f"{OPENING}\n[filler]\n{FACT}\n[filler]\n{QUESTION}{ANSWER_PREFIX}",
     "filler": f"words of a text from a random place, or, repeated: {DULL}",
     "depth": "share of the filler's words that stand before the key",
-    "length": (
-        "tokens of the prompt and of max_new_tokens; the prompt is at most that long, and nothing"
-        " is cut"
-    ),
+    "length": LENGTH_RULE,
     "score": "1 where the first number in the answer is the key, else 0",
 }
 

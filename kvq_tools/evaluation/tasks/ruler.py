@@ -20,7 +20,7 @@ from jaxtyping import Float
 from kvq_tools.evaluation.tasks.filler import DULL, fitted, generator
 from kvq_tools.evaluation.tasks.kinds import RULER_TOKENS as MAX_NEW_TOKENS
 from kvq_tools.evaluation.tasks.niah import word_lists
-from kvq_tools.evaluation.tasks.sample import TaskPrompts, TaskSample
+from kvq_tools.evaluation.tasks.sample import LENGTH_RULE, TaskPrompts, TaskSample
 
 HOPS = 4  # assignments of a variable to the next
 EXAMPLE_LINES = 6  # of noise in the example of variable tracking
@@ -85,10 +85,7 @@ RULES = {
     },
 }
 SCORING = {
-    "length": (
-        "tokens of the prompt and of max_new_tokens; the prompt is at most that long, and nothing"
-        " is cut"
-    ),
+    "length": LENGTH_RULE,
     "score": "share of the words asked for that the answer contains, in upper or lower case",
 }
 

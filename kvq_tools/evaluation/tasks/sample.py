@@ -8,6 +8,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from kvq_tools.growing_text import decoded
+
+LENGTH_RULE = (
+    "tokens of the prompt and of max_new_tokens; the prompt is at most that long, and nothing is"
+    " cut"
+)
+
 Scores = dict[str, float]  # by metric, each between 0 and 1; the first is the task's main metric
 
 
@@ -59,9 +66,7 @@ class TaskPrompts:
         )
 
     def decode(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(
-            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
+        return decoded(self.tokenizer, ids)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,6 +7,7 @@ import pathlib
 import pytest
 
 from kvq_tools.cli import batch
+from tests.kvq_tools.cli.test_cli_errors import assert_one_line_error
 
 PROMPTS = [
     "the key of the cat is",
@@ -117,7 +118,7 @@ def test_a_run_that_was_cut_goes_on(
         ),
         ('{"prompt": "x", "temperature": 1%s}\n' % ("0" * 400), "line 1: temperature=1000"),
         ('{"prompt": "x", "top_k": 4294967296}\n', "line 1: top_k=4294967296"),
-        ('{"prompt": "x", "id": 1}\n"y"\n', "two prompts with the id 1"),
+        ('{"prompt": "x", "id": 1}\n"y"\n', "2 prompts with the id 1"),
         (
             '{"prompt": "x", "max_new_tokens": 100}\n',
             "line 1: 2 prompt + 100 new tokens are 102, and a row of the cache holds 64",
@@ -133,9 +134,8 @@ def test_a_bad_line_is_named_before_any_work(
 ):
     path, out = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
     path.write_text(text)
-    code, printed, errors = run("generate", model, "--prompts", path, "--out", out, *OPTIONS)
-    assert (code, printed, errors.count("\n")) == (2, "", 1)
-    assert message in errors
+    refused = run("generate", model, "--prompts", path, "--out", out, *OPTIONS)
+    assert_one_line_error(refused, message)
     assert not out.exists()
 
 
@@ -144,13 +144,12 @@ def test_answers_of_other_settings_and_other_files_are_not_touched(
 ):
     out, other = tmp_path / "answers.jsonl", tmp_path / "notes.txt"
     out.write_text('{"id": 0, "key": "0123456789abcdef", "text": "mine"}\n')
-    code, _, errors = run("generate", model, "--prompts", prompts, "--out", out, *OPTIONS)
-    assert code == 2
-    assert "has an answer with the id 0 to another prompt, or of other settings" in errors
+    refused = run("generate", model, "--prompts", prompts, "--out", out, *OPTIONS)
+    told = "has an answer with the id 0 to another prompt, or of other settings"
+    assert_one_line_error(refused, told)
     assert "mine" in out.read_text()
     for content in ("my notes", "my notes\n"):
         other.write_text(content)
-        code, _, errors = run("generate", model, "--prompts", prompts, "--out", other, *OPTIONS)
-        assert code == 2
-        assert "name another" in errors
+        refused = run("generate", model, "--prompts", prompts, "--out", other, *OPTIONS)
+        assert_one_line_error(refused, "name another")
         assert other.read_text() == content

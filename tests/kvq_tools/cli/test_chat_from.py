@@ -6,6 +6,8 @@ import pathlib
 
 import pytest
 
+from tests.kvq_tools.cli.test_cli_errors import assert_one_line_error
+
 TEXT = "the key of the cat is 17, that of the dog 5; " * 2
 QUESTION, NEXT = "the key of the dog is", "and of the cat?"
 FEW = ("--max-new-tokens", 6)
@@ -65,7 +67,4 @@ def test_what_the_file_has_decided_is_refused(
     run, run_json, talker: pathlib.Path, tmp_path: pathlib.Path, kind, options, words
 ):
     file = saved(run_json, talker, tmp_path / "f", *kind)
-    code, out, err = run("chat", talker, "--from", file, *options)
-    assert (code, out) == (2, "")
-    assert words in err
-    assert err.count("\n") == 1
+    assert_one_line_error(run("chat", talker, "--from", file, *options), words)

@@ -12,11 +12,11 @@ from kvq_jax.attention import dispatch
 from kvq_models import generate, load_llama, right_padded
 from kvq_models.llama import checkpoint
 from kvq_models.llama.checkpoint import read_config
-from kvq_tools.cli import console, inputs, layer_times, text_input
+from kvq_tools.cli import inputs, layer_times
 from kvq_tools.cli.console import printable
 from kvq_tools.cli.options import demo as demo_options
 from kvq_tools.cli.options import values
-from tests.kvq_models.checkpoints import CHAT_TEMPLATE, PROMPT
+from tests.kvq_models.checkpoints import PROMPT
 
 CACHE = "kivi:bits=2,recent=8,block=8"
 HERE = "native" if dispatch.no_device("native") is None else "xla"  # the reader on this machine
@@ -93,17 +93,6 @@ def test_generate_warns_on_stderr_past_the_trained_positions_and_keeps_stdout_js
 
 def stop_before_weights(*_, **__):
     raise ValueError("weights were read")
-
-
-def test_a_chat_template_wraps_the_prompt_as_the_users_turn(model):
-    pytest.importorskip("jinja2", reason="chat templates need jinja2")
-    tokenizer = text_input.load_tokenizer(str(model))
-    tokenizer.chat_template = CHAT_TEMPLATE
-    ids = text_input.encode(tokenizer, "hi", chat=True)
-    assert tokenizer.decode(ids) == "<user>hi|<assistant>"
-    tokenizer.chat_template = "{{ nothing.there.at_all }}"
-    with pytest.raises(console.UserError, match="chat template fails"):
-        text_input.encode(tokenizer, "hi", chat=True)
 
 
 # --- memory

@@ -7,6 +7,7 @@ import pytest
 
 from kvq_tools import evaluation
 from kvq_tools.cli.commands import lm_eval as command
+from tests.kvq_tools.cli.test_cli_errors import assert_one_line_error
 
 
 @pytest.fixture
@@ -49,6 +50,4 @@ def test_without_lm_eval_the_error_names_the_extra(run, monkeypatch):
     for module in [name for name in sys.modules if name.startswith(loaded)]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.delattr(evaluation, "lm_eval_model", raising=False)
-    code, out, err = run("lm-eval", "ls", "tasks")
-    assert (code, out) == (2, "")
-    assert "pip install 'kvq-jax[eval]'" in err
+    assert_one_line_error(run("lm-eval", "ls", "tasks"), "pip install 'kvq-jax[eval]'")

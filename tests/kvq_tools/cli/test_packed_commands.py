@@ -8,6 +8,7 @@ import pytest
 from kvq_models.llama.packed_weights import unavailable
 from tests.kvq_models.checkpoints import random_llama, tiny_config
 from tests.kvq_models.gguf_files import TOKENS, byte_level, write_gguf
+from tests.kvq_tools.cli.test_cli_errors import assert_one_line_error
 
 TEXT = "12CAT+DOG=" * 30
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -40,11 +41,9 @@ def test_int8_activations_are_compared_with_the_model_that_rounds_nothing(
 
 
 def test_int8_activations_without_packed_weights_are_refused_in_a_line(packed: pathlib.Path, run):
-    code, _, err = run(
-        "generate", packed, "--prompt", "1", "--weights", "dense", "--activations", "int8"
-    )
-    assert code == 2
-    assert "activations='int8' is for packed integers" in err
+    dense = ("--weights", "dense", "--activations", "int8")
+    refused = run("generate", packed, "--prompt", "1", *dense)
+    assert_one_line_error(refused, "activations='int8' is for packed integers")
 
 
 def test_a_chat_goes_on_from_a_text_that_packed_weights_read(

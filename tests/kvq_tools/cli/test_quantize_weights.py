@@ -27,10 +27,8 @@ def test_the_checkpoint_is_an_ordinary_one_with_few_weights(model, text, tmp_pat
     assert found["bytes"] == sum(file.stat().st_size for file in out.iterdir())
     assert found["bits_per_weight"] > 3
     assert 0 < found["weighted_error"] < 0.2
-    (before, _), (after, tokenizer) = (
-        load_llama(model, dtype="float32"),
-        load_llama(out, dtype="float32"),
-    )
+    before, _ = load_llama(model, dtype="float32")
+    after, tokenizer = load_llama(out, dtype="float32")
     assert tokenizer(PROMPT).input_ids
     path = "layers.0.mlp.up_proj.kernel"
     kernel = np.asarray(hf_names.weights(after)[path].leaf)

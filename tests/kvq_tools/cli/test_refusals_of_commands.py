@@ -14,7 +14,7 @@ from tests.kvq_tools.cli.test_cli_errors import assert_one_line_error
 REFUSED = [
     # prompts
     ("generate {tmp}/missing --prompt a", "does not exist"),
-    ("generate {model}", "--prompt"),
+    ("generate {model}", "--prompt --prompt-file --prompt-ids --prompts --from is required"),
     ("generate {model} --prompt ''", "prompt is empty"),
     ("generate {model} --prompts {tmp}/prompts --out {tmp}/out", "line 2: the prompt is empty"),
     ("generate {model} --prompt {surrogate}", "the prompt is not UTF-8 text"),
@@ -56,6 +56,7 @@ REFUSED = [
     ("memory {model} --cache kivi --devices 8", "--devices is the size of a mesh: give --mesh"),
     ("memory {model} --cache kivi --context 10G", "must be an integer of at least 1"),
     # sizes
+    ("prefill {model} --prompt 'a key' --out {tmp}/f --capacity 1", "over the capacity of 1"),
     ("generate {bare} --prompt-ids 1,2 --max-new-tokens 9 --capacity 10", "over --capacity 10"),
     (
         "generate {model} --prompt a --cache dense --capacity 999999999999",
@@ -95,8 +96,9 @@ REFUSED = [
     ("quantize-weights {model} --bits 3 --text {text} --out .", "exists and is not an empty"),
     ("passkey {model} --data {tmp}/empty", "has no samples"),
     ("passkey {model} --data {tmp}/row --answers {tmp}/row", "must be a new file"),
+    ("passkey {model} --data {tmp}/row --answers {tmp}/none/f", "in a directory that exists"),
     ("plan {model} --budget 2bits --out {tmp}/none/f", "a file in a directory that exists"),
-    ("prefill {model} --prompt a --out {tmp}/none/f", "its folder does not exist"),
+    ("prefill {model} --prompt a --out {tmp}/none/f", "a file in a directory that exists"),
 ]
 
 

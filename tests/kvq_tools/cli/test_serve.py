@@ -13,6 +13,7 @@ import sys
 import pytest
 
 from kvq_tools.serving.sockets import bound_socket, let_restart
+from tests.kvq_tools.cli.test_cli_errors import assert_one_line_error
 
 
 @pytest.fixture
@@ -79,9 +80,7 @@ def test_a_port_that_is_taken_is_one_line(run, model: pathlib.Path):
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
-        code, _, errors = run("serve", model, "--port", other.getsockname()[1])
-    assert (code, errors.count("\n")) == (2, 1)
-    assert "in use" in errors
+        assert_one_line_error(run("serve", model, "--port", other.getsockname()[1]), "in use")
 
 
 def test_a_port_is_held_while_a_model_loads_and_can_be_had_again_after():

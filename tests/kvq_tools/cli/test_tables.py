@@ -35,14 +35,14 @@ def test_commands_fit_any_terminal(command, terminal, run, monkeypatch):
     seen = []
     print_table = tables.print_table
 
-    def watched(title, columns, rows, numeric=()):
+    def watched(title, rows, *texts, **named):
         seen.extend(
             str(cell)
             for row in rows
-            for cell in row
+            for cell in row.values()
             if re.fullmatch(r"[\d.]+( [KMG]iB)?", str(cell))
         )
-        print_table(title, columns, rows, numeric)
+        print_table(title, rows, *texts, **named)
 
     for module in ("memory", "doctor"):
         monkeypatch.setattr(f"kvq_tools.cli.commands.{module}.print_table", watched, raising=False)
@@ -50,3 +50,18 @@ def test_commands_fit_any_terminal(command, terminal, run, monkeypatch):
     assert code == 0
     assert seen, "no table has a number"
     assert_fits(out, terminal, seen)
+
+
+def test_numbers_are_aligned_right_and_what_a_row_lacks_is_blank(capsys):
+    rows = [{"cache": "kivi", "size": 12345, "read by": "xla"}, {"cache": "x", "size": 6}]
+    tables.print_table("sizes", rows, texts=("cache", "read by"))
+    title, *_, first, second, _ = capsys.readouterr().out.splitlines()
+    assert title == "sizes"
+    assert first == "│ kivi  │ 12345 │ xla     │"
+    assert second == "│ x     │     6 │         │"
+
+
+def test_equal_neighbours_among_layers_are_one_row():
+    layers = [{"layer": i, "bits": bits} for i, bits in enumerate((4, 2, 2, 4, 4, 4))]
+    found = [(label, layer["bits"]) for label, layer in tables.layer_runs(layers, ("bits",))]
+    assert found == [("0", 4), ("1-2", 2), ("3-5", 4)]

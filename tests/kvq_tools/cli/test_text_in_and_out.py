@@ -11,10 +11,13 @@ import jax
 import pytest
 
 import kvq_jax as kvq
+from kvq_models.llama.gguf_tokenizer import core_of, tokenizer_of
 from kvq_tools.cli import inputs, text_input
 from kvq_tools.cli.console import UserError
 from kvq_tools.cli.continuation import Continuation
-from tests.kvq_models.checkpoints import PROMPT, tiny_config
+from kvq_tools.cli.planned import NamedCache
+from tests.kvq_models.checkpoints import CHAT_TEMPLATE, PROMPT, tiny_config
+from tests.kvq_models.gguf_files import byte_level
 
 NEW = 12
 
@@ -57,6 +60,39 @@ def test_a_stream_shows_no_end_token(model):
         assert stream.push([*ids, 7], last=True) == ""
 
 
+def test_a_chat_template_wraps_the_prompt_as_the_users_turn(model):
+    pytest.importorskip("jinja2", reason="chat templates need jinja2")
+    tokenizer = text_input.load_tokenizer(str(model))
+    tokenizer.chat_template = CHAT_TEMPLATE
+    ids = text_input.encode(tokenizer, "hi", chat=True)
+    assert tokenizer.decode(ids) == "<user>hi|<assistant>"
+    tokenizer.chat_template = "{{ nothing.there.at_all }}"
+    with pytest.raises(UserError, match="chat template fails"):
+        text_input.encode(tokenizer, "hi", chat=True)
+
+
+def test_a_template_that_writes_the_first_token_gives_one_of_it():
+    """A template writes special tokens itself."""
+    template = "{{ bos_token }}{{ messages[0]['content'] }}"
+    fields = {f"tokenizer.ggml.{name}": value for name, value in byte_level().items()}
+    fields |= {"tokenizer.ggml.add_bos_token": True, "tokenizer.chat_template": template}
+    tokenizer = tokenizer_of(fields, core_of(fields))
+    bos = tokenizer.bos_token_id
+    assert text_input.encode(tokenizer, "THE", chat=True).count(bos) == 1
+    assert text_input.encode(tokenizer, "THE").count(bos) == 1
+    assert tokenizer(f"{tokenizer.bos_token}THE").input_ids.count(bos) == 2, "the control"
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "common"),
+    [([1, 2, 3], [1, 2, 4], 2), ([1, 2], [1, 2, 3], 2), ([1, 2, 3], [1], 1), ([2, 1], [1], 0)],
+)
+def test_a_common_prefix_ends_at_the_first_difference_or_with_the_shorter_list(
+    first, second, common
+):
+    assert text_input.common_prefix(first, second) == common
+
+
 BOM = b"\xef\xbb\xbf"
 
 
@@ -81,7 +117,8 @@ def test_one_default_dtype_is_the_fastest_on_the_device(backend, dtype, monkeypa
         options = argparse.Namespace(dtype=action.default)
         assert inputs.model_dtype(options) == dtype, f"kvq {command}"
         for cache, rows in (("dense", dtype), ("kivi:bits=2", "bfloat16")):
-            assert inputs.rows_dtype(options, kvq.parse(cache)) == rows, f"kvq {command} {cache}"
+            options.cache = NamedCache(cache, kvq.parse(cache))
+            assert inputs.rows_dtype(options) == rows, f"kvq {command} {cache}"
     assert inputs.model_dtype(argparse.Namespace(dtype="float16")) == "float16", (
         "what is asked for is taken"
     )

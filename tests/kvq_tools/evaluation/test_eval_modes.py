@@ -12,7 +12,7 @@ import kvq_jax as kvq
 from kvq_models import decode_step, forward, prefill
 from kvq_models.llama.model import causal_attention as whole_attention
 from kvq_models.llama.rope import ropes_for
-from kvq_tools import evaluate, evaluate_caches
+from kvq_tools import evaluate, evaluate_caches, measure
 from kvq_tools.evaluation import program_memory
 from kvq_tools.evaluation.compare import compare
 from kvq_tools.evaluation.forward import QUERY_CHUNK, causal_attention
@@ -192,6 +192,21 @@ def test_a_prompt_is_prefilled_and_not_scored(scene):
     )
     assert plain.kl[27:][after].min() > 1e-6
     assert prompted.kl[~after].min() > 1e-6, "what comes later reads the prompt from the cache"
+
+
+def test_rows_are_measured_after_a_prompt_that_is_not_scored(scene):
+    rows = jnp.asarray(scene.ids.reshape(2, 75), jnp.int32)  # no multiple of a step
+    found = measure(scene.llama, "dense", rows, prompt=20)
+    logprobs = jax.nn.log_softmax(forward(scene.llama, rows))[:, 20:-1]
+    nats = -jnp.take_along_axis(logprobs, rows[:, 21:, None], axis=-1)
+    assert found.tokens == 2 * (75 - 21)
+    assert found.nats == pytest.approx(float(jnp.mean(nats)), rel=1e-4)
+    assert found.perplexity == pytest.approx(float(jnp.exp(jnp.mean(nats))), rel=1e-4)
+    assert found.kl == pytest.approx(0, abs=1e-6)
+    assert found.agreement == 1
+    assert found.nats != pytest.approx(measure(scene.llama, "dense", rows).nats, rel=1e-4)
+    with pytest.raises(ValueError, match="leaves fewer than two of 75"):
+        measure(scene.llama, "dense", rows, prompt=74)
 
 
 # --- its parts

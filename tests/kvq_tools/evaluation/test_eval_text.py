@@ -151,10 +151,8 @@ def test_the_kl_of_a_window_is_the_mean_of_the_tokens_that_it_scores():
     ("name", "value"), [("exact_nats", np.nan), ("nats", np.inf), ("kl", -np.inf)]
 )
 def test_an_evaluation_is_finite_if_every_number_of_every_token_is(name: str, value: float):
-    where, arrays = (
-        np.arange(4),
-        {name: np.ones(4, np.float32) for name in ("exact_nats", "nats", "kl")},
-    )
+    where = np.arange(4)
+    arrays = {name: np.ones(4, np.float32) for name in ("exact_nats", "nats", "kl")}
     found = Evaluation(
         parse("dense"), "decode", 8, 0, where, where, agrees=where > 0, utf8_bytes=None, **arrays
     )

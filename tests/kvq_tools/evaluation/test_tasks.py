@@ -1,7 +1,9 @@
-"""Tasks: prompts have the documented content, generation runs through the cache, and user errors
-are one line."""
+"""Tasks: prompts have the documented content and default lengths, generation runs through the
+cache, and answers are scored as the rules say."""
 
+import argparse
 import functools
+import itertools
 import json
 import re
 
@@ -9,11 +11,20 @@ import pytest
 
 import kvq_jax as kvq
 from kvq_models import EMBEDDED, load_llama, save_llama
+from kvq_tools.cli import task_runs
 from kvq_tools.evaluation.tasks import niah, passkey
 from kvq_tools.evaluation.tasks.runner import run
 from kvq_tools.evaluation.tasks.sample import AnswerRule, TaskPrompts, TaskSample
 from laboratory.stress import Outliers, Stress, stressed
-from tests.kvq_tools.evaluation.task_samples import DEPTHS, TEXT, needles, passkeys, prompt_text
+from tests.kvq_models.checkpoints import tiny_config
+from tests.kvq_tools.evaluation.task_samples import (
+    DEPTHS,
+    TEXT,
+    embedded_prompts,
+    needles,
+    passkeys,
+    prompt_text,
+)
 
 
 @pytest.mark.parametrize(
@@ -91,6 +102,54 @@ def test_prompts_of_needles_are_those_of_rulers_own_file():
     assert re.fullmatch(
         f"{re.escape(start)}({line})+{question}{end}".replace(r"\1", r"\2"), words
     ), words
+
+
+def default_lengths(make, positions):
+    """Return the lengths of the samples that a command makes for a model of so many positions
+    without --lengths."""
+    options = argparse.Namespace(lengths=None, limit=1, seed=0, max_new_tokens=None)
+    samples = task_runs.generated(options, tiny_config(max_position_embeddings=positions), make)
+    return [
+        length for length, _ in itertools.groupby(sample.labels["length"] for sample in samples)
+    ]
+
+
+def test_default_lengths_are_those_within_the_positions_that_the_question_fits(capsys):
+    make = functools.partial(passkey.generated, embedded_prompts(), depths=(0.0,))
+    assert default_lengths(make, 4096) == [1024, 2048, 4096]
+    assert capsys.readouterr().err == ""
+    assert default_lengths(make, 256) == [128, 256], "the question alone takes more than 64 tokens"
+    told = capsys.readouterr().err
+    assert "no samples of 64 tokens: the question needs about 1" in told, told
+
+
+# --- answers
+
+
+@pytest.mark.parametrize(
+    ("text", "score", "finished"),
+    [
+        ("12345.", 1, True),
+        (" is 12345\n67890", 1, True),
+        ("12345", 1, False),  # it may go on
+        ("123456", 0, False),
+        ("1234 5", 0, True),
+        ("no 99999, but 12345", 0, True),
+        ("none", 0, False),
+        ("", 0, False),
+    ],
+)
+def test_the_first_number_is_the_pass_key(text, score, finished):
+    sample = TaskSample((1,), ("12345",), 8)
+    assert passkey.score(sample, text) == {"accuracy": score}
+    assert passkey.finished(sample, text) is finished
+
+
+@pytest.mark.parametrize(("text", "score"), [("a1, B2", 1), ("B2", 0.5), ("a 1 b 2", 0), ("", 0)])
+def test_the_share_of_needles_found(text, score):
+    sample = TaskSample((1,), ("A1", "b2"), 8)
+    assert niah.score(sample, text) == {"accuracy": score}
+    assert niah.finished(sample, text) is (score == 1)
 
 
 def lengths_task(asked):

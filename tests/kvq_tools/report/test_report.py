@@ -1,6 +1,8 @@
-"""kvq report: numbers, pictures and page of one small run, checked against plain computations."""
+"""kvq report: the numbers of one small run, checked against plain computations; what it writes,
+reads and refuses."""
 
 import functools
+import importlib.util
 import json
 import operator
 import pathlib
@@ -15,7 +17,14 @@ from kvq_tools.report import quality, schema
 pytest.importorskip("matplotlib", reason="pictures need matplotlib")
 from tests.float64 import rotated
 from tests.kvq_tools.cli.test_cli_errors import assert_one_line_error
-from tests.kvq_tools.report.small_report import CACHES, SAMPLE, STRIDE, WINDOW
+from tests.kvq_tools.report.small_report import (
+    CACHES,
+    CONTEXT,
+    SAMPLE,
+    STEPS,
+    STRIDE,
+    WINDOW,
+)
 
 
 def test_quality_is_what_the_evaluation_finds(report, model):
@@ -123,3 +132,28 @@ def test_a_wrong_report_is_refused_in_one_line(case, made, tmp_path, run):
     refused = run("report", "--from", tmp_path / "report.json", "--out", tmp_path / "out")
     assert_one_line_error(refused, message)
     assert not (tmp_path / "out").exists()
+
+
+def test_without_matplotlib_one_line_says_what_to_install(made, tmp_path, run, monkeypatch):
+    find = importlib.util.find_spec
+
+    def find_others(name, *more):
+        return None if name == "matplotlib" else find(name, *more)
+
+    monkeypatch.setattr(importlib.util, "find_spec", find_others)
+    refused = run("report", "--from", made / "report.json", "--out", tmp_path)
+    assert_one_line_error(refused, "pip install 'kvq-jax[report]'")
+
+
+def test_json_tells_what_was_written(made, tmp_path, run_json, report):
+    found = run_json("report", "--from", made / "report.json", "--out", tmp_path)
+    assert sorted(found["files"]) == sorted(str(file) for file in tmp_path.iterdir())
+    assert [c["name"] for c in found["caches"]] == list(CACHES)
+    assert [c["kl"] for c in found["caches"]] == [c.kl for c in report.caches]
+    assert [c["quantized_tokens"] for c in found["caches"]] == [WINDOW - 1] * 2
+    assert [c["front_by_kl"] for c in found["caches"]] == list(quality.front_by(report, "kl"))
+    assert found["command"].startswith("kvq report embedded --text ")
+    assert (
+        f"--mode fake --limit 64 --buckets 4 --steps {STEPS} --sample {SAMPLE} --contexts {CONTEXT}"
+        in found["command"]
+    )

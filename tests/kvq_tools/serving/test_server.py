@@ -47,6 +47,20 @@ def test_a_stream_is_the_whole_answer_in_pieces(client: openai.OpenAI):
     assert chunks > 20, "the answer came at once"
 
 
+def test_responses_name_their_kind_and_the_chunks_of_one_their_id(client: openai.OpenAI):
+    text = dict(model=NAME, prompt=PROMPT, max_tokens=2)
+    chat = dict(model=NAME, messages=CHAT, max_tokens=2)
+    for create, asked, whole, part in (
+        (client.completions.create, text, "text_completion", "text_completion"),
+        (client.chat.completions.create, chat, "chat.completion", "chat.completion.chunk"),
+    ):
+        assert create(**asked).object == whole
+        chunks = list(create(**asked, stream=True))
+        assert {chunk.object for chunk in chunks} == {part}
+        assert len({chunk.id for chunk in chunks}) == 1 < len(chunks)
+        assert chunks[0].id != create(**asked).id
+
+
 def test_a_seed_repeats_an_answer_and_its_absence_does_not(client: openai.OpenAI):
     def text(**asked) -> str:
         found = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=24, **asked)
