@@ -175,6 +175,8 @@ KERNELS = (
             "innerq:bits=2",
             "nf4",
             "kivi:bits=4,pre_rope=true",
+            "polarquant",
+            "kvquant:bits=3",
         )
     ),
     StepKernel("merge", "merge_mosaic_gpu_kernel", merging),
