@@ -19,16 +19,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.mosaic.matrices import Matrices, on_rows, splat
+from pallas_kernels.mosaic.matrices import Matrices, on_rows
 from pallas_kernels.mosaic.outliers import iota
 from pallas_kernels.mosaic.quantize import stored_scale
-from pallas_kernels.mosaic.registers import SIDE, WARPS
+from pallas_kernels.mosaic.registers import SIDE
 from pallas_kernels.mosaic.ring import RingRows
 from pallas_kernels.mosaic.rows import Rows
 from pallas_kernels.mosaic.shuffles import moved_rows
-from pallas_kernels.quantize.polar import TURN, PolarBlocks, from_cut, to_polar
+from pallas_kernels.quantize.polar import TURN, Polar, PolarBlocks, from_cut, to_polar
 from pallas_kernels.quantize.rounding import fold
 from pallas_kernels.stored_scales import saturation_limit
 from pallas_kernels.tiles.layout import SPAN, PlaneLayout
@@ -57,15 +58,6 @@ def quantize_polar(group: PolarGroup, blocks: PolarBlocks, interpret: bool) -> N
     _PolarWork(group, blocks, interpret).write()
 
 
-class _Pairs(NamedTuple):
-    """Eight pairs of a chunk for each warp: of each span, arrays [WARPS, SPAN, SIDE]."""
-
-    radius: list[jax.Array]
-    angle: list[jax.Array]
-    finite: list[jax.Array]
-    counted: list[jax.Array]
-
-
 @dataclasses.dataclass(frozen=True)
 class _PolarWork:
     group: PolarGroup
@@ -83,15 +75,18 @@ class _PolarWork:
     def write(self) -> None:
         p, words = self._layout, _Words(self._layout, self._store_words)
         for chunk in sorted(range(p.chunks), key=lambda chunk: chunk % p.tiles(p.sets[0])):
-            pairs, columns = self._pairs(chunk), self._columns(chunk)
-            start = self._start(pairs) if self.blocks.in_gap else splat((WARPS, SIDE, SIDE), 0.0)
-            angles = [from_cut(angle, self._on_span(start)) for angle in pairs.angle]
+            spans, columns = self._spans(chunk), self._columns(chunk)
             bits = p.bits - self.blocks.angle_bits, self.blocks.angle_bits
-            radii, *of_radii = self._bins(pairs.radius, pairs.finite, bits[0])
-            codes, *of_angles = self._bins(angles, pairs.counted, bits[1])
+            radii = [span.radius for span in spans]
+            low = _extreme(jnp.min, jnp.minimum, radii, [span.finite for span in spans], jnp.inf)
+            high = _extreme(jnp.max, jnp.maximum, radii, [span.finite for span in spans], -jnp.inf)
+            radius_codes, *of_radii = self._bins(radii, low, high, bits[0])
+            start, low, high = self._arc(spans)
+            angles = [from_cut(span.angle, self._on_span(start)) for span in spans]
+            angle_codes, *of_angles = self._bins(angles, low, high, bits[1])
             for ref, x in zip(self.group.statistics, (*of_radii, *of_angles), strict=True):
                 self._rows.store(ref.at[:, columns], x.astype(ref.dtype), 1)
-            for span, (radius, angle) in enumerate(zip(radii, codes, strict=True)):
+            for span, (radius, angle) in enumerate(zip(radius_codes, angle_codes, strict=True)):
                 words.add(span, chunk, radius << bits[1] | angle)
 
     def _columns(self, tile: int) -> Any:
@@ -100,9 +95,10 @@ class _PolarWork:
     def _store_words(self, span: int, plane_set: int, tile: int, word: jax.Array) -> None:
         run = SPAN // self._layout.slots
         at = pl.ds(span * run, run), self._columns(tile)
-        self._rows.store(self.group.words[plane_set].at[at], word.astype(jnp.int16))
+        self._rows.store(self.group.words[plane_set].at[at], word)
 
-    def _pairs(self, chunk: int) -> _Pairs:
+    def _spans(self, chunk: int) -> list[Polar]:
+        """Return eight pairs of a chunk for each warp, of each span [WARPS, SPAN, SIDE]."""
         p, limit = self._layout, saturation_limit(self.blocks.scale_dtype)
         spans = []
         for first in range(0, self.blocks.group, SPAN):
@@ -111,22 +107,32 @@ class _PolarWork:
                 for c in (chunk, p.chunks + chunk)
             )
             spans.append(to_polar(x, y, limit))
-        return _Pairs(*map(list, zip(*spans, strict=True)))
+        return spans
 
-    def _start(self, pairs: _Pairs) -> jax.Array:
-        """Return the smallest angle at which the largest gap between a group's angles ends, or 0 if
-        no angle counts, [WARPS, SIDE, SIDE] with equal rows."""
-        first = _extreme(jnp.min, jnp.minimum, pairs.angle, pairs.counted, jnp.inf)
+    def _arc(self, spans: Sequence[Polar]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return where the circle of a group's angles is cut, and the least and the largest angle
+        from there that count, all [WARPS, SIDE, SIDE] with equal rows."""
+        counted = [span.counted for span in spans]
+        first = _extreme(jnp.min, jnp.minimum, [span.angle for span in spans], counted, jnp.inf)
         first = jnp.where(first < jnp.inf, first, 0.0)
-        angles = [
-            jnp.where(counted, angle, self._on_span(first))
-            for angle, counted in zip(pairs.angle, pairs.counted, strict=True)
-        ]
-        ordered = self._sorted([x[:, i : i + SIDE] for x in angles for i in range(0, SPAN, SIDE)])
-        row = iota(first.shape, 1)
+        # Angles that do not count are replaced by one that does.
+        angles = [jnp.where(span.counted, span.angle, self._on_span(first)) for span in spans]
+        angles = [x[:, i : i + SIDE] for x in angles for i in range(0, SPAN, SIDE)]
+        start = jnp.zeros_like(first)
+        if self.blocks.in_gap:
+            angles = self._sorted(angles)
+            start = self._gap_end(angles)
+        angles = [from_cut(angle, start) for angle in angles]
+        low = jnp.min(fold(jnp.minimum, angles), axis=1)
+        high = jnp.max(fold(jnp.maximum, angles), axis=1)
+        return start, on_rows(low, SIDE), on_rows(high, SIDE)
+
+    def _gap_end(self, ordered: Sequence[jax.Array]) -> jax.Array:
+        """Return the smallest angle at which the largest gap between sorted angles ends."""
         previous = moved_rows(ordered[-1], self.interpret, by=SIDE - 1)
-        before = [jnp.where(row == 0, previous - TURN, previous), *ordered[:-1]]
-        gaps = [angle - other for angle, other in zip(ordered, before, strict=True)]
+        previous = jnp.where(iota(previous.shape, 1) == 0, previous - TURN, previous)
+        pairs = zip(ordered, [previous, *ordered[:-1]], strict=True)
+        gaps = [angle - before for angle, before in pairs]
         widest = on_rows(jnp.max(fold(jnp.maximum, gaps), axis=1), SIDE)
         return _extreme(jnp.min, jnp.minimum, ordered, [gap == widest for gap in gaps], jnp.inf)
 
@@ -166,18 +172,11 @@ class _PolarWork:
         return x
 
     def _bins(
-        self, values: Sequence[jax.Array], counted: Sequence[jax.Array], bits: int
+        self, values: Sequence[jax.Array], low: jax.Array, high: jax.Array, bits: int
     ) -> tuple[list[jax.Array], jax.Array, jax.Array]:
-        """Return the bins of values in the range of those that count, in int32, and its step and
-        least value [WARPS, SIDE, SIDE], rounded as they are stored."""
-        bounds = (
-            _extreme(reduced, pairwise, values, counted, nothing)
-            for reduced, pairwise, nothing in (
-                (jnp.min, jnp.minimum, jnp.inf),
-                (jnp.max, jnp.maximum, -jnp.inf),
-            )
-        )
-        low, high = (jnp.where(jnp.abs(bound) < jnp.inf, bound, 0.0) for bound in bounds)
+        """Return the bins of values in a range, in int32, and its step and least value [WARPS,
+        SIDE, SIDE], rounded as they are stored."""
+        low, high = (jnp.where(jnp.abs(bound) < jnp.inf, bound, 0.0) for bound in (low, high))
         steps, dtype = 1 << bits, self.blocks.scale_dtype
         step = stored_scale((high - low) / steps, dtype, steps)
         least = low.astype(dtype).astype(jnp.float32)
@@ -198,7 +197,7 @@ class _Words:
     def __init__(self, layout: PlaneLayout, store: Any):
         """Keep `store`, which is called with (span, plane set, tile, int32 words)."""
         self._layout, self._store = layout, store
-        self._open: dict[tuple[int, int, int], tuple[jax.Array | int, int]] = {}
+        self._open: dict[tuple[int, int, int], tuple[jax.Array, int]] = {}
 
     def add(self, span: int, chunk: int, codes: jax.Array) -> None:
         """Add the codes of a span's tokens, [WARPS, SPAN, SIDE]."""
@@ -209,12 +208,15 @@ class _Words:
             field, tile = divmod(slot * p.chunks + chunk, p.tiles(bits))
             of_slot = codes[:, slot * run : (slot + 1) * run]
             part = ((of_slot >> low) & ((1 << bits) - 1)) << (bits * field)
-            word, count = self._open.pop((span, plane_set, tile), (0, 0))
-            word, count = word | part, count + 1
+            word, count = part.astype(jnp.int16), 1
+            if (place := (span, plane_set, tile)) in self._open:
+                before, count = self._open.pop(place)
+                word, count = before | word, count + 1
             if count == 16 // bits:
                 self._store(span, plane_set, tile, word)
             else:
-                self._open[span, plane_set, tile] = word, count
+                # The barrier keeps two words in a register, where LLVM would widen them.
+                self._open[place] = lax.optimization_barrier(word), count
 
 
 def _extreme(

@@ -57,7 +57,9 @@ def quantize_table_span(
             of_slot = pool.of_channels(head, access.columns(chunks[0]), access.run)
         for c in chunks:
             x = of_slot.clean(access.load(slot, c))
-            out.add(slot, c, _codes(x, of_slot.scale, of_slot.zero, middles))
+            # The barrier keeps the rows of later chunks from being read before.
+            codes = lax.optimization_barrier(_codes(x, of_slot.scale, of_slot.zero, middles))
+            out.add(slot, c, codes)
         if blocks.group is None:
             continue
 
@@ -110,10 +112,9 @@ class Pool:
 
     def of_channels(self, head: Any, columns: Any, rows: int) -> Ranges:
         """Return the ranges of channels, which come with the parameters, [WARPS, rows, columns]."""
-        once = Rows(self.interpret, 0)
-        scale, zero, *thresholds = (
-            once.load(ref.at[pl.ds(head, 1), columns], rows) for ref in self.inputs
-        )
+        once, ops = Rows(self.interpret, 0), Matrices(self.interpret)
+        loaded = [once.load(ref.at[pl.ds(head, 1), columns], SIDE) for ref in self.inputs]
+        scale, zero, *thresholds = (ops.stacked([x], rows) for x in loaded)
         lower, upper = thresholds or (None, None)
         return Ranges(zero - scale, zero + scale, lower, upper, scale, zero, False)
 
