@@ -177,6 +177,7 @@ KERNELS = (
             "kivi:bits=4,pre_rope=true",
             "polarquant",
             "kvquant:bits=3",
+            "kvquant:bits=4",
         )
     ),
     StepKernel("merge", "merge_mosaic_gpu_kernel", merging),
