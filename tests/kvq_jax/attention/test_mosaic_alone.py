@@ -44,11 +44,10 @@ ON_MOSAIC = (
 
 # Keys and values in different forms, and a ring that does not hold whole spans.
 COMBINED = (
-    "k=polarquant+v=kivi:bits=4",
     "k=polarquant+v=nf4",
     "k=kvquant+v=kivi:bits=4",
     "k=kivi+v=kvquant",
-    "kvquant:recent=16",
+    "kvquant:recent=30",
 )
 
 
@@ -122,7 +121,7 @@ def branches(jaxpr: Any) -> int:
 
 
 @pytest.mark.usefixtures("without_triton")
-@pytest.mark.parametrize("name", (*ON_MOSAIC, *COMBINED))
+@pytest.mark.parametrize("name", [*ON_MOSAIC, *COMBINED])
 def test_xla_writes_no_block_that_triton_writes(name: str):
     plan = plan_of(name)
     by = dispatch.choose(Launch(interpret=True, route="mosaic"), plan, HEADS, 1)
