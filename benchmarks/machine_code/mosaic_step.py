@@ -175,6 +175,9 @@ KERNELS = (
             "innerq:bits=2",
             "nf4",
             "kivi:bits=4,pre_rope=true",
+            "polarquant",
+            "kvquant:bits=3",
+            "kvquant:bits=4",
         )
     ),
     StepKernel("merge", "merge_mosaic_gpu_kernel", merging),

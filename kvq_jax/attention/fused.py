@@ -354,7 +354,7 @@ def block_writer(
         return None
     if launch.route == "triton" or has_triton():
         return writer
-    return None if mosaic.unwritten(writer.blocks, regions.ring_slots) else writer
+    return None if mosaic.unwritten(writer.blocks) else writer
 
 
 def _grouped_reader(codec: Codec) -> GroupedReader:

@@ -1,8 +1,8 @@
 """Append a token to a layer's windows, attend to them with its query, and quantize the block that
 leaves them, on Mosaic GPU: what quantize/append.py does, in one launch too.
 
-Programs are those of quantize/append.py, but each quantizes one span of a block. Arrays that are
-updated are references, which the launch takes over.
+Programs are those of quantize/append.py. Arrays that are updated are references, which the launch
+takes over.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false
@@ -23,17 +23,14 @@ from jaxtyping import Array
 
 from pallas_kernels.decode_attention.windows import WindowQueries
 from pallas_kernels.mosaic.attention import store_merged
+from pallas_kernels.mosaic.blocks import Unit
 from pallas_kernels.mosaic.matrices import Matrices
-from pallas_kernels.mosaic.quantize import Spans, quantize_spans
-from pallas_kernels.mosaic.quantize_table import quantize_table_span
 from pallas_kernels.mosaic.registers import SIDE, WARPS
+from pallas_kernels.mosaic.ring import RingRows
 from pallas_kernels.mosaic.rows import Rows
-from pallas_kernels.mosaic.stripes import entry
 from pallas_kernels.mosaic.windows import CHUNK, Attending, Window
 from pallas_kernels.quantize.append import Work
-from pallas_kernels.quantize.blocks import GroupedBlocks
-from pallas_kernels.quantize.table import TableBlocks
-from pallas_kernels.tiles.layout import SPAN
+from pallas_kernels.quantize.writer import BlockWriter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,49 +90,42 @@ class Step:
 
         @pl.when(self.leaving & (of_side >= 0) & (of_side < side.programs))
         def _() -> None:
-            if side.copies:
+            if side.writer is None:
                 self._copy(row.at(self.unit), body[0].at[(*self.unit, pl.ds(self.place, 1))])
             else:
-                self._write_span(side, of_side * SPAN, row, ring, inputs, body)
+                self._unit_of(side, side.writer, of_side, row, ring, inputs, body).write(
+                    side.writer
+                )
 
-    def _write_span(
+    def _unit_of(
         self,
         side: Work,
-        before: Any,
+        writer: BlockWriter,
+        of_side: Any,
         row: NewRows,
         ring: Any,
         inputs: Sequence[Any],
         body: Sequence[Any],
-    ) -> None:
-        blocks, place = side.writer, self.place + before
-        assert isinstance(blocks, (GroupedBlocks, TableBlocks)), "route.unappended refuses others"
-        grouped = isinstance(blocks, GroupedBlocks)
-        layout = blocks.job.reader.layout if grouped else blocks.layout
-        by_tokens = grouped and blocks.job.reader.axis == "tokens"
-        sets, slot = len(layout.sets), lax.rem(self.first + before, jnp.int32(side.ring))
-        words = pl.ds(lax.div(place, jnp.int32(layout.slots)), SPAN // layout.slots)
-        if by_tokens:
-            of_scales = (pl.ds(lax.div(place, jnp.int32(SPAN)), 1), slice(None))
-        else:
-            of_scales = (slice(None), pl.ds(place, SPAN))
+    ) -> Unit:
+        """Return the unit of the `of_side`-th program of a side."""
+        tokens, programs = writer.unit, jnp.int32(writer.programs)
+        before = lax.div(of_side, programs) * tokens
+        slot = lax.rem(self.first + before, jnp.int32(side.ring))
 
-        def spans_of(head: Any) -> Spans:
-            unit = self.unit[0], head
-            return Spans(
-                ring.at[(*unit, pl.ds(slot, SPAN))],
-                inputs[0].at[entry(inputs[0], unit)] if inputs and grouped else None,
-                [ref.at[(*unit, words)] for ref in body[:sets]],
-                [ref.at[(*entry(ref, unit), *of_scales)] for ref in body[sets:]],
-                self.slot(side) - slot if side.new else None,
-                row.at(unit),
-            )
+        def rows_of(head: Any) -> RingRows:
+            at = self.unit[0], head
+            return RingRows(ring.at[at], slot, self.slot(side) if side.new else None, row.at(at))
 
-        head = self.unit[1]
-        if grouped:
-            quantize_spans(spans_of(head), blocks.job, 0, self.interpret)
-        else:
-            levels, heads = inputs[0].at[0, 0], ring.shape[1]
-            quantize_table_span(spans_of, head, heads, blocks, levels, self.interpret)
+        return Unit(
+            rows_of,
+            self.unit,
+            ring.shape[1],
+            lax.rem(of_side, programs),
+            self.place + before,
+            inputs,
+            body,
+            self.interpret,
+        )
 
     def window(self, side: Work, of_sink: bool, refs: Sequence[Any], rows: Any, counts: Any) -> Any:
         """Return a window of both sides. counts: the tokens of the row, and how many are in the

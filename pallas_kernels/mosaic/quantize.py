@@ -24,7 +24,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic.matrices import in_lanes
-from pallas_kernels.mosaic.registers import LANES, WARPS
+from pallas_kernels.mosaic.registers import WARPS
+from pallas_kernels.mosaic.ring import RingRows
 from pallas_kernels.mosaic.rows import Rows
 from pallas_kernels.mosaic.stripes import entry
 from pallas_kernels.quantize.rounding import (
@@ -63,21 +64,17 @@ class Spans(NamedTuple):
     """Neighbouring spans of one head, one for each warp, or a single one for all.
 
     Args:
-        rows: [tokens, H], whose first row is the first token of the first span.
+        rows: [tokens, H], whose first row is the first token of the first span, or `RingRows`.
         divisor: [1, H], or None.
         words: of each plane set, [rows of words, words], whose first row is the first span's.
         scales: the scales, and the zero points if there are any: [H / group, tokens], whose first
             token is the first span's, or [groups, H], whose first group is.
-        new: the token of the first span whose row is `new_row`, or None.
-        new_row: [1, H].
     """
 
     rows: Any
     divisor: Any
     words: Sequence[Any]
     scales: Sequence[Any]
-    new: Any = None
-    new_row: Any = None
 
 
 def quantize_spans(spans: Spans, job: Job, stride: int, interpret: bool) -> None:
@@ -122,17 +119,15 @@ class SpanAccess:
     def load(self, slot: int, chunk: int) -> jax.Array:
         """Load the rows of a slot's tokens and a chunk of channels, in fp32."""
         first, columns = slot * self.run, self.columns(chunk)
-        once = Rows(self.interpret, 0)
-        skip = None if self.spans.new is None else self.spans.new - first
-        of_slot = self.spans.rows.at[pl.ds(first, self.reach), columns]
-        x = self.rows(1).load(of_slot, self.run, skip)
-        if self.spans.new is not None:
-            new = once.load(self.spans.new_row.at[:, columns], self.run)
-            token = first + plgpu.broadcasted_iota(jnp.int32, x.shape, 1, layout=LANES)
-            x = jnp.where(token == self.spans.new, new, x)
+        if isinstance(self.spans.rows, RingRows):
+            x = self.spans.rows.load(self.rows(1), first, self.run, columns)
+        else:
+            of_slot = self.spans.rows.at[pl.ds(first, self.reach), columns]
+            x = self.rows(1).load(of_slot, self.run)
         x = x.astype(jnp.float32)
         if self.spans.divisor is None:
             return x
+        once = Rows(self.interpret, 0)
         return x * (1.0 / once.load(self.spans.divisor.at[:, columns], self.run))
 
     def words(self) -> LevelWriter:

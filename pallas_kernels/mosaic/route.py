@@ -279,27 +279,38 @@ def unappended(writers: Sequence[Any], rings: Sequence[Array], queries: Any) -> 
     for name, writer, ring in zip("kv", writers, rings, strict=False):
         if ring.shape[3] not in HEAD_DIMS:
             return f"{name}: rows of {ring.shape[3]} channels"
-        if writer is not None and (reason := unwritten(writer, ring.shape[2])):
+        if writer is not None and (reason := unwritten(writer)):
             return f"{name}: {reason}"
     if queries is None:
         return None
     return _crowded(rings[0].shape[3], queries.q.shape[2])
 
 
-def unwritten(writer: Any, slots: int) -> str | None:
-    """Return, in one line, why Mosaic GPU does not write the blocks of this writer from a ring of
-    so many slots, or None if it does."""
-    if job := getattr(writer, "job", None):
-        return unquantized(job.reader)
-    from pallas_kernels.quantize.table import TableBlocks  # which imports this module
+def unwritten(writer: Any) -> str | None:
+    """Return, in one line, why Mosaic GPU does not write the blocks of this writer, or None if it
+    does."""
+    # these import this module
+    from pallas_kernels.quantize.blocks import GroupedBlocks, RowBlocks
+    from pallas_kernels.quantize.polar import PolarBlocks
+    from pallas_kernels.quantize.table import TableBlocks
 
+    if isinstance(writer, GroupedBlocks):
+        return unquantized(writer.job.reader)
+    if isinstance(writer, RowBlocks):
+        return None
+    if isinstance(writer, PolarBlocks):
+        channels, group = 2 * writer.layout.channels, writer.group
+        # a matrix of eight rows of words has one slot of its tokens
+        if channels not in HEAD_DIMS or writer.layout.slots > SPAN // 8:
+            return f"{writer.layout.bits} bits for a pair at head dim {channels}"
+        return f"groups of {group} tokens" if group not in (32, 64, 128) else None
     if not isinstance(writer, TableBlocks):
         return f"blocks of {type(writer).__name__}"
-    if writer.slots or writer.group is None:
-        return "tables with outliers or with ranges of channels"
-    if writer.layout.channels not in HEAD_DIMS:
-        return f"head dim {writer.layout.channels}"
-    return f"a ring of {slots} slots, no multiple of {SPAN}" if slots % SPAN else None
+    if writer.unit != SPAN:
+        return f"outliers of {writer.unit} tokens share slots, not of {SPAN}"
+    if writer.layout.bits not in TABLE_BITS or writer.layout.channels not in HEAD_DIMS:
+        return f"{writer.layout.bits} bits at head dim {writer.layout.channels}"
+    return None
 
 
 def quantized(

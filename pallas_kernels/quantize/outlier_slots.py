@@ -82,7 +82,7 @@ def collect(
     before, total = counted(-1)
     least, equal_before, kept_equal = jnp.int32(-1), jnp.int32(0), jnp.int32(0)
     if slots.overflows:
-        least = _least_kept(slots.count, total, lambda bits: counted(bits)[1])
+        least = least_kept(slots.count, total, lambda bits: counted(bits)[1])
         before, larger = counted(least)
         equal_before, _ = _over_heads(
             head, heads, lambda h: _count(residuals, h, spans, lambda bits: bits == least)
@@ -142,7 +142,7 @@ def _count(
     return total
 
 
-def _least_kept(slots: int, total: Array, larger: Callable[[Array], Array]) -> Int[Array, ""]:
+def least_kept(slots: int, total: Array, larger: Callable[[Array], Array]) -> Int[Array, ""]:
     """Return the bits above which every residual has a slot: the least b with larger(b) <= slots,
     or one with as many, or -1 if all have a slot.
     """

@@ -45,16 +45,16 @@ _LEAST_COLUMNS = 8
 
 
 class Polar(NamedTuple):
-    """Pairs in polar form, all [rows, columns].
+    """Pairs in polar form, all [rows, columns], or with more axes before.
 
     radius; angle in [-pi, pi); finite: both entries of the pair are finite; counted: the pair also
     has an angle.
     """
 
-    radius: Float[Array, "rows columns"]
-    angle: Float[Array, "rows columns"]
-    finite: Bool[Array, "rows columns"]
-    counted: Bool[Array, "rows columns"]
+    radius: Float[Array, "*batch rows columns"]
+    angle: Float[Array, "*batch rows columns"]
+    finite: Bool[Array, "*batch rows columns"]
+    counted: Bool[Array, "*batch rows columns"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,14 +88,14 @@ class PolarBlocks(BlockWriter):
 
     @property
     def programs(self) -> int:
-        return self.layout.width // self._columns
+        return self.layout.width // self.columns
 
     @property
     def warps(self) -> int:
         return 8
 
     @property
-    def _columns(self) -> int:
+    def columns(self) -> int:
         """Return the columns of each chunk that a program has."""
         return min(
             self.layout.width, max(_LEAST_COLUMNS, _ELEMENTS // (self.group * self.layout.chunks))
@@ -123,7 +123,7 @@ class PolarBlocks(BlockWriter):
         inputs: Sequence[Any],
         arrays: Sequence[Any],
     ) -> None:
-        p, sets, columns = self.layout, len(self.layout.sets), self._columns
+        p, sets, columns = self.layout, len(self.layout.sets), self.columns
         first, group = program * columns, lax.div(place, self.group)
         words, statistics = CodeWriter(p, arrays[:sets], head, place, first, columns), arrays[sets:]
 
@@ -150,7 +150,7 @@ class PolarBlocks(BlockWriter):
                 p.bits - self.angle_bits,
             )
             angles = self._bins(
-                [from_cut(tile.angle, start) for tile in slots],
+                [from_cut(tile.angle, start[None]) for tile in slots],
                 [tile.counted for tile in slots],
                 self.angle_bits,
             )
@@ -213,7 +213,7 @@ class Bins(NamedTuple):
 
 
 def to_polar(
-    x: Float[Array, "rows columns"], y: Float[Array, "rows columns"], limit: float
+    x: Float[Array, "*batch rows columns"], y: Float[Array, "*batch rows columns"], limit: float
 ) -> Polar:
     """Return pairs in polar form, as `polar_array.to_polar` does: NaN counts as 0, infinities as
     `limit`, which also bounds radii.
@@ -228,14 +228,10 @@ def to_polar(
     return Polar(radius, angle, finite, finite & (radius > 0))
 
 
-def from_cut(
-    angle: Float[Array, "rows columns"], start: Float[Array, " columns"]
-) -> Float[Array, "rows columns"]:
-    """Return the same angles in [start, start + one turn)."""
-    ahead = angle - start[None]
-    return start[None] + jnp.where(
-        ahead >= TURN, ahead - TURN, jnp.where(ahead < 0, ahead + TURN, ahead)
-    )
+def from_cut(angle: Float[Array, "..."], start: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Return the same angles in [start, start + one turn). `start` may have a single row."""
+    ahead = angle - start
+    return start + jnp.where(ahead >= TURN, ahead - TURN, jnp.where(ahead < 0, ahead + TURN, ahead))
 
 
 def _larger_below(

@@ -89,12 +89,14 @@ class Ranges(NamedTuple):
     zero: Array
     of_tokens: bool
 
-    def clean(self, x: Float[Array, "rows columns"]) -> Float[Array, "rows columns"]:
+    def clean(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """Return x with non-finite entries replaced."""
         inside = jnp.clip(jnp.where(x == x, x, 0.0), self.low, self.high)
         return inside if self.of_tokens else jnp.where(jnp.abs(x) < jnp.inf, x, inside)
 
-    def outliers(self, clean: Float[Array, "rows columns"]) -> Bool[Array, "rows columns"]:
+    def outliers(
+        self, clean: Float[Array, "*batch rows columns"]
+    ) -> Bool[Array, "*batch rows columns"]:
         assert self.lower is not None, "there are thresholds where there are outliers"
         assert self.upper is not None, "thresholds come in pairs"
         return (clean < self.lower) | (clean > self.upper)

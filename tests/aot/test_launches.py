@@ -55,7 +55,7 @@ def test_a_layer_launches_few_kernels_at_any_batch(spec: str, batch: int):
     some(
         [
             *((spec, batch) for spec in ("kivi:bits=4", "dense") for batch in (1, 16, 64)),
-            *((spec, 16) for spec in ("innerq:bits=2", "nf4", "kvquant:bits=4")),
+            *((spec, 16) for spec in ("innerq:bits=2", "nf4", "kvquant:bits=4", POLAR)),
         ],
         [("kivi:bits=4", 16)],
     ),

@@ -15,7 +15,7 @@ from tests.exhaustive import some
 
 ROOT = pathlib.Path(__file__).parents[2]
 NAMES = [kernel.name for kernel in KERNELS]
-USUAL = [("append, innerq:bits=2", "h200"), ("merge", "a100")]
+USUAL = [("append, innerq:bits=2", "h200"), ("append, polarquant", "h200"), ("merge", "a100")]
 
 
 @pytest.mark.skipif(bool(route.missing()), reason=route.missing() or "")

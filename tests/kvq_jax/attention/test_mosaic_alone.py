@@ -3,17 +3,18 @@ default options, and that their steps are those of XLA. Interpreted, with a dete
 
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
 import kvq_jax as kvq
-from kvq_jax.attention import dispatch
+from kvq_jax.attention import dispatch, fused
 from kvq_jax.attention.dispatch import XLA, Route
 from kvq_jax.cache.cache import CacheDims
 from kvq_jax.cache.update import decode_layer, prefill_layer
-from kvq_jax.layer.plan import LayerState
+from kvq_jax.layer.plan import LayerState, by_side
 from kvq_jax.methods.registry import METHODS
 from pallas_kernels.launch import Launch
 from pallas_kernels.mosaic import route
@@ -41,6 +42,14 @@ ON_MOSAIC = (
     *("turboquant", "waterfill", "int2", "int3", "int4", "int8", "nf2", "nf3", "nf4"),
 )
 EIGEN = "waterfill:key_basis=eigen"  # keys that Triton's kernels do not read
+
+# Keys and values in different forms, and a ring that does not hold whole spans.
+COMBINED = (
+    "k=polarquant+v=nf4",
+    "k=kvquant+v=kivi:bits=4",
+    "k=kivi+v=kvquant",
+    "kvquant:recent=30",
+)
 
 
 @pytest.fixture
@@ -96,8 +105,52 @@ def run(name: str, by: Route) -> tuple[list[jax.Array], LayerState]:
     return outputs, state
 
 
+def branches(jaxpr: Any) -> int:
+    """Count the branches of XLA, which are those outside of kernels. Choices between platforms are
+    made before XLA."""
+    count = 0
+    for equation in jaxpr.eqns:
+        name, params = equation.primitive.name, equation.params
+        if name in ("pallas_call", "mpmd_map"):
+            continue
+        count += name == "cond" and params.get("branches_platforms") is None
+        for value in params.values():
+            inner = value if isinstance(value, (tuple, list)) else [value]
+            closed = (getattr(one, "jaxpr", one) for one in inner)
+            count += sum(branches(one) for one in closed if hasattr(one, "eqns"))
+    return count
+
+
 @pytest.mark.usefixtures("without_triton")
-@pytest.mark.parametrize("name", some((*ON_MOSAIC, EIGEN), ["int4", EIGEN]))
+@pytest.mark.parametrize("name", [*ON_MOSAIC, *COMBINED])
+def test_xla_writes_no_block_that_triton_writes(name: str):
+    plan = plan_of(name)
+    by = dispatch.choose(Launch(interpret=True, route="mosaic"), plan, HEADS, 1)
+    cache = kvq.init_cache(name, DIMS, len(BEFORE), CAPACITY, "bfloat16")
+    new = sequences(len(BEFORE), DIMS, CAPACITY, dtype="bfloat16").window(BEFORE, BEFORE + 1, 1)
+    params, state = parameters_of(plan), cache.layers[0]
+
+    def step(params, state, new):
+        return decode_layer(plan, params, state, new, (), route=by)
+
+    of_sides = zip(plan.codecs, by_side(params), state.stats, strict=True)
+    by_xla = [
+        codec
+        for codec, side_params, stats in of_sides
+        if not fused.leaves_at_once(plan, codec)
+        and fused.block_writer(plan, codec, side_params, stats, Launch()) is None
+    ]
+    # XLA writes the blocks of a side under a branch.
+    found = branches(jax.make_jaxpr(step)(params, state, new).jaxpr)
+    assert found == len(by_xla), f"{found} branches, Triton leaves {len(by_xla)} sides to XLA"
+    if name == "waterfill":
+        assert found == 2, "branches are not counted"
+
+
+@pytest.mark.usefixtures("without_triton")
+@pytest.mark.parametrize(
+    "name", some((*ON_MOSAIC, *COMBINED, EIGEN), ["int4", "k=polarquant+v=nf4", EIGEN])
+)
 def test_steps_are_those_of_xla(name: str):
     plan = plan_of(name)
     by = dispatch.choose(Launch(interpret=True, route="mosaic"), plan, HEADS, 1)
