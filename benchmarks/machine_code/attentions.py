@@ -58,6 +58,11 @@ class Attention:
     cap_spill_bytes: int = 0
     loop_spills: bool = False
 
+    def by(self, route: KernelRoute) -> bool:
+        """Return True if this route reads the format."""
+        keys, _, _ = self.sides(self.channels)[0]
+        return route == "mosaic" or keys.off_triton is None
+
     def case(self, route: KernelRoute, target: Target) -> Case:
         """Return the case of one route. Triton's has its limits in cases.py, and none here."""
         (k_reader, k_stored, k_bits), (v_reader, v_stored, v_bits) = self.sides(self.channels)

@@ -32,8 +32,8 @@ COMPARED = ("cache", "budget, h200", *TARGETS, "JAX {version} differs by")
 def compared(
     rows: Iterable[KernelReport], of_other_jax: Iterable[KernelReport]
 ) -> list[tuple[str, ...]]:
-    """Return lines under COMPARED: instructions for each element by Mosaic GPU and by Triton, and
-    how far Mosaic GPU's are from the counts with another JAX, at most."""
+    """Return lines under COMPARED: instructions for each element by Mosaic GPU and by Triton, if it
+    reads the format, and how far Mosaic GPU's are from the counts with another JAX, at most."""
     counted = {(row.name, row.target): row for row in rows}
     others = {(row.name, row.target): row for row in of_other_jax}
     names = dict.fromkeys(name.rpartition(", ")[0] for name, _ in counted)
@@ -41,8 +41,9 @@ def compared(
     def instructions(name: str, target: str) -> str:
         """Return "Mosaic GPU's / Triton's"."""
         return " / ".join(
-            f"{counted[f'{name}, {route}', target].instructions_per_element:.2f}"
+            f"{counted[key].instructions_per_element:.2f}"
             for route in KERNELS
+            if (key := (f"{name}, {route}", target)) in counted
         )
 
     def difference(name: str) -> float:
@@ -50,6 +51,7 @@ def compared(
         return max(
             abs(counted[key].instructions_per_element - others[key].instructions_per_element)
             for key in keys
+            if key in others
         )
 
     return [
@@ -113,7 +115,9 @@ def _measured(
     spawn = multiprocessing.get_context("spawn")
     for target in targets:
         with ProcessPoolExecutor(1, mp_context=spawn) as process:
-            of_target = [(i, route, target) for i in chosen for route in routes]
+            of_target = [
+                (i, route, target) for i in chosen for route in routes if ATTENTIONS[i].by(route)
+            ]
             yield from process.map(_measure, *zip(*of_target, strict=True))
 
 
