@@ -17,13 +17,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir.dialects import llvm
 
 from pallas_kernels.mosaic.matrices import Matrices, splat
-from pallas_kernels.mosaic.registers import LANES, ROWS, SIDE, WARPS
-from pallas_kernels.mosaic.run_words import SLOTS, load_table
+from pallas_kernels.mosaic.registers import ROWS, SIDE, WARPS
+from pallas_kernels.mosaic.run_words import SLOTS, apart, load_table
 from pallas_kernels.mosaic.runs import RunsKeys
 from pallas_kernels.mosaic.stripes import Stripe
 from pallas_kernels.readers.eigen_keys import EigenKeys as EigenKeysReader
@@ -56,7 +53,7 @@ class EigenKeys(RunsKeys):
 
         def rows(chunk: int) -> list[jax.Array]:
             """Return (k - mu) / g of a chunk of channels for each of the slots, in fp16."""
-            none = _apart(splat((WARPS, ROWS, WIDTH), 0.0), ops.interpret)
+            none = apart(splat((WARPS, ROWS, WIDTH), 0.0), ops.interpret)
             sums = [none] * len(slots)
             for piece, of_slots in enumerate(numbers):
                 part = load_table(matrix.at[chunk, pl.ds(2 * piece, 2)], ops.interpret)
@@ -67,20 +64,3 @@ class EigenKeys(RunsKeys):
             return [total.astype(jnp.float16) for total in sums]
 
         return rows
-
-
-def _apart(x: jax.Array, interpret: bool) -> jax.Array:
-    """Return x, and let no load move across this place: compilers would begin with the loads of
-    all chunks, and spill what they bring."""
-    if interpret:
-        return x
-    inline: Any = plgpu.inline_mgpu(
-        arg_types=(LANES,), return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=LANES)
-    )
-
-    @inline
-    def same(ctx: Any, x: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
-        llvm.inline_asm(None, [], "bar.warp.sync 0xffffffff;", "~{memory}", has_side_effects=True)
-        return x
-
-    return same(x)

@@ -26,6 +26,7 @@ from pallas_kernels.mosaic.quantize import SpanAccess, Spans, stored_scale
 from pallas_kernels.mosaic.registers import SIDE, WARPS
 from pallas_kernels.mosaic.ring import RingRows
 from pallas_kernels.mosaic.rows import Rows
+from pallas_kernels.mosaic.run_words import apart
 from pallas_kernels.quantize.rounding import finite_or, within_limit
 from pallas_kernels.quantize.table import Ranges, TableBlocks
 from pallas_kernels.stored_scales import saturation_limit
@@ -57,9 +58,11 @@ def quantize_table_span(
             of_slot = pool.of_channels(head, access.columns(chunks[0]), access.run)
         for c in chunks:
             x = of_slot.clean(access.load(slot, c))
-            # The barrier keeps the rows of later chunks from being read before.
-            codes = lax.optimization_barrier(_codes(x, of_slot.scale, of_slot.zero, middles))
-            out.add(slot, c, codes)
+            codes = _codes(x, of_slot.scale, of_slot.zero, middles)
+            # Either keeps rows of later chunks from being read before. Each spills where the other
+            # does not.
+            plain = ranges is None and blocks.group is not None
+            out.add(slot, c, apart(codes, interpret) if plain else lax.optimization_barrier(codes))
         if blocks.group is None:
             continue
 

@@ -228,6 +228,23 @@ def turned(q: jax.Array, partner: jax.Array, cos: Any, sin: Any, interpret: bool
     return sums(q, partner, cos, sin)
 
 
+def apart(x: jax.Array, interpret: bool) -> jax.Array:
+    """Return x, and let no load move across this place: compilers would begin with the loads of
+    all chunks, and spill what they bring."""
+    if interpret:
+        return x
+    inline: Any = plgpu.inline_mgpu(
+        arg_types=(LANES,), return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=LANES)
+    )
+
+    @inline
+    def same(ctx: Any, x: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+        llvm.inline_asm(None, [], "bar.warp.sync 0xffffffff;", "~{memory}", has_side_effects=True)
+        return x
+
+    return same(x)
+
+
 def load_factors(ref: Any, columns: int, interpret: bool) -> jax.Array:
     """Return 2^(scale / 8) of a warp's tokens, fp32 [WARPS, TOKENS, columns] with equal columns,
     from the scales of a stripe, int8 [spans, SPAN]."""
