@@ -19,7 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
@@ -259,7 +258,7 @@ def scatter(
     stores(*refs, places, *arrays)
 
 
-def _store(ref: mgpu.FragmentedArray, offset: ir.Value, number: ir.Value) -> None:
+def _store(ref: ir.Value, offset: ir.Value, number: ir.Value) -> None:
     kind = ref_dtype(ref)
     if isinstance(number.type, ir.IntegerType) and number.type != kind:
         number = arith.trunci(kind, number)
