@@ -33,6 +33,7 @@ from pallas_kernels.quantize.table import TableBlocks
 from pallas_kernels.readers.base import Reader
 from pallas_kernels.readers.codebook import CodebookReader
 from pallas_kernels.readers.dense import DenseReader
+from pallas_kernels.readers.eigen_keys import EigenKeys
 from pallas_kernels.readers.grouped import GroupedReader
 from pallas_kernels.readers.polar import PolarReader
 from pallas_kernels.readers.rotary import RotatedReader
@@ -271,7 +272,7 @@ def random_arrays(reader: Reader, rng: np.random.Generator) -> list[np.ndarray]:
 def _of_runs(reader: RunsReader, rng: np.random.Generator) -> Sequence[np.ndarray]:
     channels = reader.channels
     mean = rng.uniform(-1, 1, (HEADS, channels)).astype(np.float32)
-    if not isinstance(reader, RunsKeys):
+    if isinstance(reader, EigenKeys) or not isinstance(reader, RunsKeys):
         synthesis = rng.standard_normal((HEADS, channels, channels)) / math.sqrt(channels)
         rope = _rope(channels) if reader.turns else []
         return [synthesis.astype(np.float32), mean, *rope]

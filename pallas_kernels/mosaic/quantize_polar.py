@@ -110,7 +110,7 @@ class _PolarWork:
         return spans
 
     def _arc(self, spans: Sequence[Polar]) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return where the circle of a group's angles is cut, and the least and the largest angle
+        """Return the angle at which a group's circle is cut, and the least and the largest angle
         from there that count, all [WARPS, SIDE, SIDE] with equal rows."""
         counted = [span.counted for span in spans]
         first = _extreme(jnp.min, jnp.minimum, [span.angle for span in spans], counted, jnp.inf)

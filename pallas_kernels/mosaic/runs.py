@@ -51,7 +51,6 @@ from pallas_kernels.mosaic.run_words import (
     turned,
 )
 from pallas_kernels.mosaic.stripes import Stripe
-from pallas_kernels.readers.eigen_keys import EigenKeys as EigenKeysReader
 from pallas_kernels.readers.run_chunks import WIDTH, RunPiece
 from pallas_kernels.readers.runs import RunsKeys as KeysReader
 from pallas_kernels.readers.runs import RunsReader
@@ -173,7 +172,7 @@ class RunsSide:
 class RunsKeys(RunsSide):
     """Scores of a stripe of keys before RoPE."""
 
-    reader: KeysReader | EigenKeysReader
+    reader: KeysReader
     tile: int = STRIPE  # tokens
 
     @property

@@ -21,38 +21,21 @@ from jaxtyping import Array, Float, Float16, Int
 from pallas_kernels.angles import cos_and_sin
 from pallas_kernels.readers.base import SlotRows
 from pallas_kernels.readers.run_chunks import WIDTH
-from pallas_kernels.readers.runs import RunsReader
+from pallas_kernels.readers.runs import RunsKeys
 from pallas_kernels.tiles.tile import Tile
 
 
 @dataclasses.dataclass(frozen=True)
-class EigenKeys(RunsReader):
+class EigenKeys(RunsKeys):
     """Keys before RoPE in an eigenbasis. Kernels on Mosaic GPU read them.
 
     Stored arrays, after the steps: A^-1 [K, H, H] (multiplied by rows from the left) and mu [K, H];
     inverse frequencies [H/2] and RoPE's attention factor [], fp32. Token t is at position sink + t.
     """
 
-    sink: int = 0
-
-    @property
-    def turns(self) -> bool:
-        return True
-
-    @property
-    def reads_shards(self) -> bool:
-        return False
-
     @property
     def off_triton(self) -> str:
         return "Triton's kernels do not turn keys back from an eigenbasis before they rotate them"
-
-    def placed(self, sink: int, block: int, shards: int) -> EigenKeys:
-        return dataclasses.replace(self, sink=sink)
-
-    @property
-    def chunks(self) -> tuple[int, int]:
-        return self.channels // WIDTH, WIDTH
 
     @property
     def _in_pairs(self) -> np.ndarray:
@@ -93,13 +76,3 @@ class EigenKeys(RunsReader):
 
     def scores(self, query: Sequence[Any], refs: Sequence[Any], tile: Tile, asm: bool) -> SlotRows:
         raise NotImplementedError(self.off_triton)
-
-    def weigh(
-        self,
-        weights: SlotRows,
-        refs: Sequence[Any],
-        tile: Tile,
-        sums: list[Float[Array, "W GP"]],
-        asm: bool,
-    ) -> list[Array]:
-        raise NotImplementedError("values are read by RunsValues")
