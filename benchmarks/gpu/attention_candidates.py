@@ -153,6 +153,7 @@ def _fused(shape: Shape, spec: str, launches: Sequence[Launch]) -> Task:
     """Make the task of our kernel, over everything that a cache of this spec would hold in its
     body."""
     k, v = bodies = bodies_of(spec, shape)
+    launches = [one for one in launches if one.route == "mosaic" or not k.reader.off_triton]
 
     def call(launch: Launch, x: tuple[Array, Array], copy: Any) -> Array:
         keys, values = (

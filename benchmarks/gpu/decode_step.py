@@ -38,10 +38,11 @@ from kvq_models import Llama, LlamaConfig
 from kvq_models.inference import decoding
 from kvq_models.llama.model import abstract_llama
 from pallas_kernels.launch import Launch
+from pallas_kernels.mosaic import route
 from pallas_kernels.tiles.layout import SPAN
 
 CACHES = ("dense", "kivi:bits=4", "innerq:bits=2", "kivi:bits=2")
-IMPLEMENTATIONS = ("jnp", "asm", "xla", "default", "interpreted")
+IMPLEMENTATIONS = ("jnp", "asm", "mosaic", "xla", "default", "interpreted")
 POINTS = ((32768, 16), (4096, 16), (32768, 64), (4096, 64), (32768, 1), (4096, 1))  # tokens, batch
 TRACED = "kivi:bits=4"  # the cache whose first program is traced
 STEPS, WARM_UPS = 4, 4  # steps of a sample, and runs that are no samples (one is traced)
@@ -49,9 +50,11 @@ LONG_RUN = 1.0  # seconds of a program's first run past which it is not repeated
 
 
 def usual_implementations(tokens: int, batch: int) -> tuple[str, ...]:
-    """Return the implementations at a point: kernels in assembly, at the first point also in array
-    operations, at the last also XLA."""
-    return {POINTS[0]: ("asm", "jnp"), POINTS[-1]: ("asm", "xla")}.get((tokens, batch), ("asm",))
+    """Return the implementations at a point: kernels in assembly and, if this JAX has it, on Mosaic
+    GPU. At the first point also array operations, at the last also XLA."""
+    by_both = ("asm", *([] if route.missing() else ["mosaic"]))
+    others = {POINTS[0]: ["jnp"], POINTS[-1]: ["xla"]}
+    return (*by_both, *others.get((tokens, batch), []))
 
 
 def steps_program(
@@ -78,8 +81,14 @@ def steps_program(
 
 def implementation_of(name: str) -> Implementation:
     """Return the implementation as `decode_step` takes it."""
-    launches = {"asm": Launch("asm"), "jnp": Launch("jnp"), "interpreted": Launch(interpret=True)}
-    named: dict[str, Implementation] = {**launches, "xla": "xla", "default": None}
+    named: dict[str, Implementation] = {
+        "asm": Launch("asm"),
+        "jnp": Launch("jnp"),
+        "mosaic": Launch("asm", route="mosaic"),
+        "interpreted": Launch(interpret=True),
+        "xla": "xla",
+        "default": None,
+    }
     return named[name]
 
 

@@ -29,7 +29,11 @@ PARITY_SPECS = (
     "innerq:bits=4",
     "innerq:bits=8,mode=asym",
 )
-ROUTE_SPECS = ("innerq:bits=1,mode=sym", "kivi:bits=2", "innerq:bits=3,mode=sym", "kivi:bits=4")
+ROUTE_SPECS = (
+    *("kivi:bits=4", "kivi:bits=2", "dense", "innerq:bits=2", "innerq:bits=1,mode=sym"),
+    *("kivi:bits=4,pre_rope=true", "nf4", "polarquant", "waterfill:bits=2.5"),
+    *("waterfill:bits=2.5,key_basis=eigen", "kvquant:bits=4,outliers=0.01"),
+)
 LENGTHS = tuple(512 << i for i in range(9))  # 512 .. 131072
 BATCHES = (1, 16)
 
@@ -134,7 +138,7 @@ def first_cases() -> list[Case]:
 
 
 def route_cases() -> list[Case]:
-    """Return the same shape by both routes to a GPU, for codes of two and of four bits."""
+    """Return the same shape by both routes to a GPU, for one cache of each form of bodies."""
     return _attention(MAIN, (32768, 16), routes=True, specs=ROUTE_SPECS, brief=True)
 
 

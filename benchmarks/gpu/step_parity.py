@@ -32,6 +32,7 @@ from benchmarks.report_file import arguments
 from kvq_jax.arrays.stored import load_body
 from kvq_models import LlamaConfig
 from kvq_models.inference import decoding
+from pallas_kernels.mosaic import route
 
 CACHES = ("kivi:bits=4", "innerq:bits=2", "kivi:bits=2", "k=polarquant+v=innerq:bits=4")
 STARTS = (
@@ -262,7 +263,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     report = GpuReport.here(
         "Parity of decode steps", ("benchmarks.gpu.step_parity", *arguments(argv))
     )
-    names = ("interpreted",) if args.interpret else ("asm", "jnp")
+    on_gpus = ("asm", "jnp", *([] if route.missing() else ["mosaic"]))
+    names = ("interpreted",) if args.interpret else on_gpus
     run(args.cache, names, args.head_dim, args.steps, report, args.json, args.threads, args.seconds)
     if report.skipped:
         progress(f"left out for lack of time: {'; '.join(report.skipped)}")

@@ -332,7 +332,7 @@ def launch_name(value: Any) -> str | None:
         return getattr(value, "id", None)
     if value.interpret:
         return "emulated" if value.asm else "interpreted"
-    return f"gpu-{value.arithmetic}"
+    return f"gpu-{value.arithmetic if value.route == 'triton' else value.route}"
 
 
 def launches(
@@ -367,6 +367,12 @@ def anywhere(test: Callable[..., Any]) -> Callable[..., Any]:
     gpu = pytest.mark.gpu
     devices = [pytest.param(Launch(arithmetic), marks=gpu) for arithmetic in ("jnp", "asm")]
     return pytest.mark.parametrize("launch", [INTERPRETED, *devices], ids=launch_name)(test)
+
+
+def and_on_a_gpu(interpreted: Launch) -> pytest.MarkDecorator:
+    """Parametrize a test over `launch`: this one, and Mosaic GPU on a GPU."""
+    on_device = pytest.param(Launch(route="mosaic"), marks=pytest.mark.gpu)
+    return pytest.mark.parametrize("launch", [interpreted, on_device], ids=launch_name)
 
 
 def on_a_gpu(test: Callable[..., Any]) -> Callable[..., Any]:

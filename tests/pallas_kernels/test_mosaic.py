@@ -59,6 +59,8 @@ WIDE |= {"m4n4_size128_h64_g4": Lengths(256, (0, 95, 250))}
 WIDE |= dict.fromkeys(("m4n4_size64_h256_g1", "m4n2_size64_h64_g9"), Lengths(192, (0, 95, 192)))
 WIDE |= {"rows_h64_g4": Lengths(137, (0, 63, 137))}  # rows need no whole spans
 WIDE |= {case.id: case.short for case in (*RUNS, *EIGEN)}  # tiles of 256 tokens
+# Whole groups and stripes of all formats. The default tuning gives each row several splits.
+ON_A_GPU = Lengths(1280, (0, 1, 127, 128, 257, 1001, 1280))
 TUNING = Tuning(128, stages=2, cores=5, resident=1)  # fewer programs than rows and heads
 
 
@@ -147,6 +149,14 @@ def each(cases: tuple[KernelCase, ...]) -> pytest.MarkDecorator:
 @each(GRID)
 def test_attention_equals_its_reference_without_a_race(case: KernelCase):
     check_attention(case, case.short, case.tuning, INTERPRETED)
+
+
+@needs_mosaic
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("case", GRID, ids=lambda case: case.id)
+def test_attention_on_a_gpu_equals_its_reference(case: KernelCase):
+    check_attention(case, ON_A_GPU, None, Launch(route="mosaic"))
 
 
 @needs_mosaic

@@ -28,7 +28,7 @@ from tests.pallas_kernels.harness import (
     outputs,
 )
 from tests.pallas_kernels.kernel_cases import codebook
-from tests.pallas_kernels.test_mosaic import INTERPRETED, LENGTHS, TUNING
+from tests.pallas_kernels.test_mosaic import INTERPRETED, LENGTHS, ON_A_GPU, TUNING
 
 pytestmark = pytest.mark.skipif(bool(route.missing()), reason=route.missing() or "")
 
@@ -78,6 +78,13 @@ each = pytest.mark.parametrize("case", some(CASES, USUAL), ids=lambda case: case
 @each
 def test_attention_equals_its_reference_without_a_race(case: KernelCase):
     check_attention(case, case.short, case.tuning, INTERPRETED)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_attention_on_a_gpu_equals_its_reference(case: KernelCase):
+    check_attention(case, ON_A_GPU, None, Launch(route="mosaic"))
 
 
 @pytest.mark.exhaustive

@@ -43,6 +43,7 @@ SPECS = (
     ),
     *(MIXED, OUTLIERS, "kvquant:bits=4,pre_rope=false"),
 )
+ON_GPUS = Launch("jnp"), Launch("asm"), Launch(route="mosaic")
 LENGTHS = np.array([0, 127, 95, 260, CAPACITY - 37], np.int32)
 STEPS = 12  # in which three blocks leave a window
 RESTING = 2  # this row takes no token in every third step
@@ -163,12 +164,12 @@ def test_blocks_enter_the_body_in_one_launch_and_in_no_loop():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("arithmetic", ["jnp", "asm"])
+@pytest.mark.parametrize("launch", ON_GPUS, ids=["jnp", "asm", "mosaic"])
 @pytest.mark.parametrize("spec", SPECS)
-def test_steps_on_a_gpu_are_those_of_xla(spec, arithmetic):
+def test_steps_on_a_gpu_are_those_of_xla(spec, launch):
     if jax.default_backend() != "gpu":
         pytest.skip("no GPU in this process")
-    compare(spec, Route("pallas", Launch(arithmetic)))
+    compare(spec, Route("pallas", launch))
 
 
 def test_a_full_row_is_never_said_to_hold_more_than_its_body(monkeypatch: pytest.MonkeyPatch):

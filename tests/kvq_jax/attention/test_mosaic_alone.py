@@ -152,8 +152,20 @@ def test_xla_writes_no_block_that_triton_writes(name: str):
     "name", some((*ON_MOSAIC, *COMBINED, EIGEN), ["int4", "k=polarquant+v=nf4", EIGEN])
 )
 def test_steps_are_those_of_xla(name: str):
+    compare(name, Launch(interpret=True, route="mosaic"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="no GPU in this process")
+@pytest.mark.usefixtures("without_triton")
+@pytest.mark.parametrize("name", [*ON_MOSAIC, *COMBINED, EIGEN])
+def test_steps_on_a_gpu_are_those_of_xla(name: str):
+    compare(name, Launch(route="mosaic"))
+
+
+def compare(name: str, launch: Launch) -> None:
     plan = plan_of(name)
-    by = dispatch.choose(Launch(interpret=True, route="mosaic"), plan, HEADS, 1)
+    by = dispatch.choose(launch, plan, HEADS, 1)
     body = plan.regions.body
     assert body(int(BEFORE[0]) + STEPS) > body(int(BEFORE[0])) > 0, "no block leaves a window"
     wanted, expected = run(name, XLA)

@@ -47,6 +47,13 @@ CASES = (
     ("kivi:bits=4,pre_rope=true", SPECIAL, BY_MOSAIC),
     ("k=polarquant:radius_bits=2,group_size=64+v=kivi:bits=4", SPECIAL, BY_MOSAIC),
 )
+ON_GPUS = [
+    pytest.param(spec, attention, Route("pallas", launch), marks=pytest.mark.gpu)
+    for spec, attention, route in CASES
+    for launch in (
+        (Launch("jnp"), Launch("asm")) if route is BY_TRITON else (Launch(route="mosaic"),)
+    )
+]
 USUAL = (CASES[1], CASES[5], CASES[8], CASES[10])
 
 
@@ -101,9 +108,11 @@ def name(value: str | Attention | Route) -> str:
     return value.launch.route if isinstance(value, Route) and value.launch else str(value)
 
 
-@pytest.mark.parametrize(("spec", "attention", "route"), some(CASES, USUAL), ids=name)
+@pytest.mark.parametrize(("spec", "attention", "route"), [*some(CASES, USUAL), *ON_GPUS], ids=name)
 def test_steps_of_a_windowed_layer_are_those_of_xla(spec: str, attention: Attention, route: Route):
-    if route is BY_MOSAIC and (reason := mosaic.missing()):
+    if not route.launch.interpret and jax.default_backend() != "gpu":
+        pytest.skip("no GPU in this process")
+    if route.launch.route == "mosaic" and (reason := mosaic.missing()):
         pytest.skip(reason)
     plan, state = prompted(spec, attention)
     assert unsupported(plan, HEADS, 1) is None

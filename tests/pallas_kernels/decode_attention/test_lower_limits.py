@@ -111,6 +111,7 @@ def outputs(case: KernelCase, window: Window, launch: Launch, arrays: Any = None
     k, v = case.sides(window.lengths)
     k_arrays, v_arrays = arrays or (k.arrays, v.arrays)
     tuning = MOSAIC_TUNING if launch.route == "mosaic" else case.tuning
+    tuning = tuning if launch.interpret else None
     limits, lower = (jnp.asarray(n, jnp.int32) for n in (window.limits, window.lower))
     part = attend(
         (k.reader, v.reader),
@@ -170,12 +171,22 @@ RUNS = [
     (by_triton[1], IN_A_RING, EMULATED),
     *((case, window, MOSAIC) for case in by_mosaic for window in (BEHIND_A_LIMIT, IN_A_RING)),
 ]
+ON_GPUS = [
+    pytest.param(case, window, launch, marks=pytest.mark.gpu)
+    for cases, launches in (
+        (by_triton, (Launch("jnp"), Launch("asm"))),
+        (by_mosaic, (Launch(route="mosaic"),)),
+    )
+    for case in cases
+    for window in (BEHIND_A_LIMIT, IN_A_RING)
+    for launch in launches
+]
 USUAL = [RUNS[0], RUNS[5], RUNS[12], RUNS[13], RUNS[16]]
 
 
 def name(value: Any) -> str | None:
     if isinstance(value, Launch) and value.route == "mosaic":
-        return "mosaic"
+        return "mosaic" if value.interpret else "gpu-mosaic"
     if isinstance(value, Window):
         return "plain" if value.ring is None else "ring"
     return launch_name(value)
@@ -190,7 +201,7 @@ def skip_without_mosaic(launch: Launch) -> None:
         pytest.skip(reason)
 
 
-@runs(some(RUNS, USUAL))
+@runs([*some(RUNS, USUAL), *ON_GPUS])
 def test_a_window_equals_a_mask(case: KernelCase, window: Window, launch: Launch):
     skip_without_mosaic(launch)
     check(case, window, launch)

@@ -20,6 +20,7 @@ from tests.pallas_kernels.decode_attention.test_merge import (
     pieces_of,
     random_parts,
 )
+from tests.pallas_kernels.harness import and_on_a_gpu
 from tests.pallas_kernels.lowering import lower_for_cuda
 
 pytestmark = pytest.mark.skipif(bool(route.missing()), reason=route.missing() or "")
@@ -39,13 +40,16 @@ def random_pieces(group: int, programs: int) -> tuple[Pieces, np.ndarray, np.nda
     return pieces, np.where(live, score, -np.inf)[..., :group], value
 
 
+@and_on_a_gpu(INTERPRETED)
 @pytest.mark.parametrize(("group", "programs"), some(CASES, [(1, 1), (8, 90)]), ids=str)
-def test_pieces_and_windows_are_the_softmax_of_all_tokens(group: int, programs: int):
+def test_pieces_and_windows_are_the_softmax_of_all_tokens(
+    group: int, programs: int, launch: Launch
+):
     [window], *of_window = random_parts((1,), group)
     pieces, *of_body = random_pieces(group, programs)
     assert np.isnan(np.asarray(pieces.l)).any(), "no place is free: nothing is shown of those"
     scores, values = (np.concatenate(two, axis=2) for two in zip(of_window, of_body, strict=True))
-    part, out = merge([window, pieces], POSITIONS, group, jnp.float32, INTERPRETED)
+    part, out = merge([window, pieces], POSITIONS, group, jnp.float32, launch)
 
     def attention(scores: np.ndarray) -> np.ndarray:
         weights = np.exp2(scores)

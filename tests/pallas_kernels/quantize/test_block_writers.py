@@ -208,6 +208,18 @@ def test_blocks_on_mosaic_gpu_are_those_of_their_codec(case):
     check(case, Launch(interpret=True, route="mosaic"))
 
 
+@pytest.mark.skipif(bool(route.missing()), reason=route.missing() or "")
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_blocks_by_mosaic_on_a_gpu_are_those_of_the_interpreter(case):
+    codec, params, _ = case.layer
+    writer = codec.kernels.writer(params, (), False)
+    assert isinstance(writer, KernelWriter)
+    if route.unwritten(writer.blocks) is None:
+        assert not (wrong := off_by_rounding(case, Launch(route="mosaic"))), wrong
+
+
 def test_some_pools_have_more_outliers_than_slots_and_equal_ones():
     """Show that the test above shows which outliers are kept."""
 

@@ -18,6 +18,7 @@ from tests.pallas_kernels.decode_attention.test_windows import (
     before_or_after_rope,
     check,
 )
+from tests.pallas_kernels.harness import and_on_a_gpu
 from tests.pallas_kernels.quantize import test_append
 from tests.pallas_kernels.quantize.test_append import LEAVING, append, inputs_of
 from tests.pallas_kernels.quantize.test_quantize import (
@@ -40,18 +41,23 @@ def named(cases, usual):
     return pytest.mark.parametrize("case", some(cases, usual), ids=lambda case: case.id)
 
 
+@and_on_a_gpu(MOSAIC)
 @before_or_after_rope
 @named((*SIZES, Sizes(3, recent=160)), [SIZES[4]])  # the last takes two tiles
-def test_attention_is_that_of_the_tokens_outside_the_body(case: Sizes, rotation: Any):
-    check(case, rotation, MOSAIC, "bfloat16")
+def test_attention_is_that_of_the_tokens_outside_the_body(
+    case: Sizes, rotation: Any, launch: Launch
+):
+    check(case, rotation, launch, "bfloat16")
 
 
-def test_keys_far_along_a_context_are_rotated_by_their_exact_angle():
-    test_windows.test_keys_far_along_a_context_are_rotated_by_their_exact_angle(MOSAIC)
+@and_on_a_gpu(MOSAIC)
+def test_keys_far_along_a_context_are_rotated_by_their_exact_angle(launch: Launch):
+    test_windows.test_keys_far_along_a_context_are_rotated_by_their_exact_angle(launch)
 
 
+@and_on_a_gpu(MOSAIC)
 @named(SERVED, USUAL)
-def test_rows_are_quantized_to_the_bits_of_the_other_kernel(case: QuantizeCase):
+def test_rows_are_quantized_to_the_bits_of_the_other_kernel(case: QuantizeCase, launch: Launch):
     """Blocks of 128 tokens, the last of which moves back, and one of 32."""
     special = special_rows(case)[1:, :1]
     divisor = divisor_of(case)
@@ -59,17 +65,18 @@ def test_rows_are_quantized_to_the_bits_of_the_other_kernel(case: QuantizeCase):
     for some_rows in (jnp.concatenate([special, special[:, :, 7:39]], 2), special[:, :, :32]):
         wanted, actual = (
             jax.tree.leaves(fused(case, some_rows, divisor, launch))
-            for launch in (Launch(interpret=True), MOSAIC)
+            for launch in (Launch(interpret=True), launch)
         )
         for name, (have, want) in enumerate(zip(actual, wanted, strict=True)):
             np.testing.assert_array_equal(have, want, err_msg=f"array {name}")
         assert all(np.unique(np.asarray(array)).size > 1 for array in wanted), "arrays of one value"
 
 
+@and_on_a_gpu(MOSAIC)
 @named(SERVED, USUAL[1:])
-def test_a_block_is_written_in_its_place_and_nothing_else(case: QuantizeCase):
+def test_a_block_is_written_in_its_place_and_nothing_else(case: QuantizeCase, launch: Launch):
     body, ring, first = inputs_of(case)
-    after = append(case, body, ring, first, LEAVING, divisor_of(case, 3), MOSAIC)
+    after = append(case, body, ring, first, LEAVING, divisor_of(case, 3), launch)
     wrong = test_append.wrong_in(case, ring, body, after, first, LEAVING, Launch(interpret=True))
     assert not wrong, wrong
     every = np.ones_like(LEAVING)
@@ -78,9 +85,11 @@ def test_a_block_is_written_in_its_place_and_nothing_else(case: QuantizeCase):
     )
 
 
-def test_a_new_token_is_one_row_of_the_ring_and_of_the_sink():
-    test_append.test_a_new_token_is_one_row_of_the_ring_and_of_the_sink(MOSAIC)
+@and_on_a_gpu(MOSAIC)
+def test_a_new_token_is_one_row_of_the_ring_and_of_the_sink(launch: Launch):
+    test_append.test_a_new_token_is_one_row_of_the_ring_and_of_the_sink(launch)
 
 
-def test_a_body_of_rows_takes_the_new_one_where_it_leaves_and_nothing_else():
-    test_append.test_a_body_of_rows_takes_the_new_one_where_it_leaves_and_nothing_else(MOSAIC)
+@and_on_a_gpu(MOSAIC)
+def test_a_body_of_rows_takes_the_new_one_where_it_leaves_and_nothing_else(launch: Launch):
+    test_append.test_a_body_of_rows_takes_the_new_one_where_it_leaves_and_nothing_else(launch)
