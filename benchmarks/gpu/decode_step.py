@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -26,7 +27,7 @@ from jaxtyping import Array
 import kvq_jax as kvq
 from benchmarks import llama_8b
 from benchmarks.cpu.timing import Shape, relative_error
-from benchmarks.gpu.compiling import THREADS, as_compiled, leave
+from benchmarks.gpu.compiling import THREADS, compiled_first, leave
 from benchmarks.gpu.device_timing import SHORT, Timing, memory_limit, sampled_ms
 from benchmarks.gpu.kernels import measure_bandwidth, progress, said_wrong, summary
 from benchmarks.gpu.random_model import TINY, random_cache, random_llama
@@ -209,7 +210,8 @@ def run(
 
     logits: dict[tuple[Shape, str, str], np.ndarray] = {}
     left = {row.case: row for row in wanted}
-    for row, program in as_compiled(compile, wanted, threads, start + seconds):
+    batches = itertools.groupby(wanted, lambda row: row.arithmetic == "xla")
+    for row, program in compiled_first(compile, batches, threads, start + seconds):
         del left[row.case]
         tracing = not report.traces and row.candidate == TRACED and row.arithmetic != "xla"
         report.running[:] = [row]

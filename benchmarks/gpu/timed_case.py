@@ -1,10 +1,11 @@
-"""Compile and time candidates: compiled side by side, and each timed as soon as it is ready, one
-after the other."""
+"""Compile and time candidates: all of a shape are compiled side by side, and then timed one after
+the other."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 
 from benchmarks.cpu.timing import Shape, relative_error
 from benchmarks.gpu.attention_candidates import Planned, Task
-from benchmarks.gpu.compiling import as_compiled
+from benchmarks.gpu.compiling import compiled_first
 from benchmarks.gpu.device_timing import Timing, memory_limit, sampled_ms, timing_loop
 from benchmarks.gpu.report import GpuReport, KernelRow, is_fatal, one_line
 
@@ -128,8 +129,8 @@ def run_entries(
     show: Callable[[Sequence[KernelRow]], None] = lambda rows: None,
 ) -> list[KernelRow]:
     """Add rows for each candidate to the report, save it and tell of them. Return the empty rows of
-    those that were not compiled by `until`, on the clock of time.monotonic. Raises FatalError if
-    only a new process can go on."""
+    those that were not timed by `until`, on the clock of time.monotonic. Raises FatalError if only
+    a new process can go on."""
     waiting = {entry.blank.case: entry.blank for entry in entries}
     compiling: dict[object, KernelRow] = {}
 
@@ -143,8 +144,13 @@ def run_entries(
             running(entry.blank)
         return _compiled_or_failure(entry, timing)
 
-    for entry, item in as_compiled(compiled, entries, threads, until):
-        del waiting[entry.blank.case], compiling[entry.blank.case]
+    def ready(entry: Entry) -> None:
+        del compiling[entry.blank.case]
+        running(*list(compiling.values()))
+
+    batches = itertools.groupby(entries, lambda entry: entry.blank.shape)
+    for entry, item in compiled_first(compiled, batches, threads, until, ready):
+        del waiting[entry.blank.case]
         running(entry.blank)  # the likely cause if the process ends now
         rows = (
             timed_rows(item, entry.blank, timing)
@@ -156,8 +162,7 @@ def run_entries(
         if fatal := [row.failure for row in rows if is_fatal(row.failure)]:
             running()
             raise FatalError(fatal[0])
-        running(*list(compiling.values()))
-    running()
+        running()
     return list(waiting.values())
 
 

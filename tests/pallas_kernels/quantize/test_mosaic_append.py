@@ -19,7 +19,7 @@ from tests.pallas_kernels.decode_attention.test_windows import (
     check,
 )
 from tests.pallas_kernels.harness import and_on_a_gpu
-from tests.pallas_kernels.quantize import test_append
+from tests.pallas_kernels.quantize import test_append, test_quantize
 from tests.pallas_kernels.quantize.test_append import LEAVING, append, inputs_of
 from tests.pallas_kernels.quantize.test_quantize import (
     CASES,
@@ -55,9 +55,8 @@ def test_keys_far_along_a_context_are_rotated_by_their_exact_angle(launch: Launc
     test_windows.test_keys_far_along_a_context_are_rotated_by_their_exact_angle(launch)
 
 
-@and_on_a_gpu(MOSAIC)
 @named(SERVED, USUAL)
-def test_rows_are_quantized_to_the_bits_of_the_other_kernel(case: QuantizeCase, launch: Launch):
+def test_rows_are_quantized_to_the_bits_of_the_other_kernel(case: QuantizeCase):
     """Blocks of 128 tokens, the last of which moves back, and one of 32."""
     special = special_rows(case)[1:, :1]
     divisor = divisor_of(case)
@@ -65,22 +64,31 @@ def test_rows_are_quantized_to_the_bits_of_the_other_kernel(case: QuantizeCase, 
     for some_rows in (jnp.concatenate([special, special[:, :, 7:39]], 2), special[:, :, :32]):
         wanted, actual = (
             jax.tree.leaves(fused(case, some_rows, divisor, launch))
-            for launch in (Launch(interpret=True), launch)
+            for launch in (Launch(interpret=True), MOSAIC)
         )
         for name, (have, want) in enumerate(zip(actual, wanted, strict=True)):
             np.testing.assert_array_equal(have, want, err_msg=f"array {name}")
         assert all(np.unique(np.asarray(array)).size > 1 for array in wanted), "arrays of one value"
 
 
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("case", SERVED, ids=lambda case: case.id)
+def test_codes_scales_and_zeros_on_a_gpu_are_those_of_quantize(case: QuantizeCase):
+    test_quantize.test_codes_scales_and_zeros_are_those_of_quantize(case, Launch(route="mosaic"))
+
+
 @and_on_a_gpu(MOSAIC)
 @named(SERVED, USUAL[1:])
 def test_a_block_is_written_in_its_place_and_nothing_else(case: QuantizeCase, launch: Launch):
     body, ring, first = inputs_of(case)
+    # Interpreters agree to the last bit, a GPU with itself.
+    by = Launch(interpret=True) if launch.interpret else launch
     after = append(case, body, ring, first, LEAVING, divisor_of(case, 3), launch)
-    wrong = test_append.wrong_in(case, ring, body, after, first, LEAVING, Launch(interpret=True))
+    wrong = test_append.wrong_in(case, ring, body, after, first, LEAVING, by)
     assert not wrong, wrong
     every = np.ones_like(LEAVING)
-    assert test_append.wrong_in(case, ring, body, after, first, every, Launch(interpret=True)), (
+    assert test_append.wrong_in(case, ring, body, after, first, every, by), (
         "a row that keeps its block would pass for any other"
     )
 
