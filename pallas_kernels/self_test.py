@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -124,7 +124,10 @@ def _outputs(format: Format, launch: Launch, device: Any) -> dict[str, np.ndarra
             for reader in (format.keys, format.values)
         )
 
-        @jax.jit
+        # For a GPU, XLA drops roundings that interpreted kernels undo, and codes would differ.
+        options = {"xla_allow_excess_precision": False} if launch.interpret else None
+
+        @functools.partial(jax.jit, compiler_options=options)
         def attend(q: jax.Array, keys: Any, values: Any, limits: jax.Array) -> jax.Array:
             part = decode_attention(
                 q,
@@ -141,7 +144,7 @@ def _outputs(format: Format, launch: Launch, device: Any) -> dict[str, np.ndarra
         limits = jnp.asarray(format.limits, jnp.int32)
         outputs = {"attention": np.asarray(attend(q, keys, values, limits))}
         if format.route == "mosaic":
-            outputs |= _of_windows(format, keys, values, launch, rng)
+            outputs |= _of_windows(format, keys, values, launch, rng, options)
         for side, reader in (("keys", format.keys), ("values", format.values)):
             reader = reader.inner if isinstance(reader, RotatedReader) else reader
             if isinstance(reader, GroupedReader):
@@ -155,7 +158,8 @@ def _outputs(format: Format, launch: Launch, device: Any) -> dict[str, np.ndarra
                 packed = jax.jit(
                     functools.partial(
                         quantize_rows, reader=reader, scheme=scheme, bits=bits, launch=launch
-                    )
+                    ),
+                    compiler_options=options,
                 )(rows)
                 outputs |= {
                     f"quantized {side}, array {i}": np.asarray(a)
@@ -174,6 +178,7 @@ def _of_windows(
     values: Sequence[jax.Array],
     launch: Launch,
     rng: np.random.Generator,
+    options: Mapping[str, bool] | None,
 ) -> dict[str, np.ndarray]:
     """Return what appending a token leaves, and attention to the windows, or nothing if Mosaic GPU
     does neither."""
@@ -194,7 +199,7 @@ def _of_windows(
     if mosaic.unappended(writers, [side.ring for side in sides], queries):
         return {}
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=options)
     def append() -> tuple[jax.Array, Any]:
         first = jnp.maximum(position + 1 - SINK - SLOTS, 0) // BLOCK * BLOCK
         leaving = position + 1 >= SINK + SLOTS

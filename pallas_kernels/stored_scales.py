@@ -23,8 +23,14 @@ def stored_scale(scale: Float[Array, "..."], dtype: DTypeLike, steps: int) -> Fl
     There a step down could cost a large part of a group's range, and a scale of 0 all of it. A
     range of `steps` scales within half of the least number is 0.
     """
-    if jnp.dtype(dtype) == jnp.float16:
-        normal, least = 2.0**-14, 2.0**-24
-        small = jnp.where(scale * steps < least / 2, 0.0, jnp.ceil(scale / least) * least)
-        scale = jnp.where(scale < normal, small, scale)
-    return scale.astype(dtype)
+    return raised_scale(scale, dtype, steps).astype(dtype)
+
+
+def raised_scale(scale: Float[Array, "..."], dtype: DTypeLike, steps: int) -> Float[Array, "..."]:
+    """Return what `stored_scale` rounds to nearest: multiples of the least number below float16's
+    normal numbers, and other scales as they are."""
+    if jnp.dtype(dtype) != jnp.float16:
+        return scale
+    normal, least = 2.0**-14, 2.0**-24
+    small = jnp.where(scale * steps < least / 2, 0.0, jnp.ceil(scale / least) * least)
+    return jnp.where(scale < normal, small, scale)

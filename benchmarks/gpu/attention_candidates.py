@@ -20,6 +20,7 @@ from benchmarks.gpu.random_bodies import CHECKED_HEADS, bodies_of, checked_part
 from benchmarks.gpu.report import INEXACT_MERGE
 from kvq_jax.attention import reference
 from pallas_kernels.decode_attention.kernel import decode_attention
+from pallas_kernels.decode_attention.tuning import Tuning
 from pallas_kernels.launch import Launch
 from pallas_kernels.readers.dense import DenseReader
 
@@ -115,6 +116,20 @@ def attention_tasks(
     return [Planned("attention", name, make) for name, make in tasks.items()]
 
 
+def tuned_tasks(
+    shape: Shape, spec: str, launch: Launch, tunings: Iterable[Tuning]
+) -> list[Planned]:
+    """Return our kernel over one cache in each of these tunings."""
+    return [
+        Planned(
+            "attention",
+            f"{spec}, tile {t.tile}, {t.stages} stages, {t.resident} resident",
+            functools.partial(_fused, shape, spec, (launch,), t),
+        )
+        for t in tunings
+    ]
+
+
 def attention_task(shape: Shape, bf16: bool, moved_bytes: int, **fields: Any) -> Task:
     size = (shape.batch, shape.kv_heads, shape.group, shape.head_dim)
 
@@ -149,9 +164,11 @@ def compared(q: Array, rows: Iterable[Array], out: Array) -> tuple[Array, Array]
     return output, wanted.reshape(output.shape)
 
 
-def _fused(shape: Shape, spec: str, launches: Sequence[Launch]) -> Task:
+def _fused(
+    shape: Shape, spec: str, launches: Sequence[Launch], tuning: Tuning | None = None
+) -> Task:
     """Make the task of our kernel, over everything that a cache of this spec would hold in its
-    body."""
+    body. tuning: None for the default."""
     k, v = bodies = bodies_of(spec, shape)
     launches = [one for one in launches if one.route == "mosaic" or not k.reader.off_triton]
 
@@ -159,7 +176,9 @@ def _fused(shape: Shape, spec: str, launches: Sequence[Launch]) -> Task:
         keys, values = (
             (body.reader, body.arrays(one)) for body, one in zip(bodies, copy, strict=True)
         )
-        part = decode_attention(x[0], keys, values, x[1], capacity=shape.tokens, launch=launch)
+        part = decode_attention(
+            x[0], keys, values, x[1], capacity=shape.tokens, tuning=tuning, launch=launch
+        )
         return part.o / jnp.maximum(part.l, 1e-30)
 
     return attention_task(

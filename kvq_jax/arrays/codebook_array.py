@@ -24,7 +24,13 @@ from kvq_jax.arrays.codebooks import look_up, nearest_codes
 from kvq_jax.arrays.packing import Words, pack, unpack
 from kvq_jax.arrays.sparse_outliers import Pool, SparseOutliers
 from kvq_jax.arrays.stored import BodySpec, word_specs
-from kvq_jax.arrays.uniform import OutOfRange, out_of_range, saturation_limit, stored_scale
+from kvq_jax.arrays.uniform import (
+    OutOfRange,
+    as_stored,
+    out_of_range,
+    saturation_limit,
+    stored_scale,
+)
 from kvq_jax.types.pytree import describe, pytree
 from pallas_kernels.tiles.layout import PlaneLayout, plane_layout
 
@@ -180,4 +186,4 @@ def half_range(low: Array, high: Array, dtype: str) -> tuple[Array, Array]:
     """Return (scale, zero) = ((high - low) / 2, (high + low) / 2), rounded to the stored dtype."""
     limit = saturation_limit(dtype)
     low, high = (jnp.clip(bound, -limit, limit) for bound in (low, high))
-    return stored_scale((high - low) / 2, dtype, 2), ((high + low) / 2).astype(dtype)
+    return stored_scale((high - low) / 2, dtype, 2), as_stored((high + low) / 2, dtype)

@@ -28,7 +28,13 @@ from jaxtyping import Array, Bool, Float, UInt16
 from kvq_jax.arrays.codebooks import look_up
 from kvq_jax.arrays.packing import Words, pack, unpack
 from kvq_jax.arrays.stored import BodySpec, word_specs
-from kvq_jax.arrays.uniform import OutOfRange, out_of_range, saturation_limit, stored_scale
+from kvq_jax.arrays.uniform import (
+    OutOfRange,
+    as_stored,
+    out_of_range,
+    saturation_limit,
+    stored_scale,
+)
 from kvq_jax.types.array_types import Axis
 from kvq_jax.types.pytree import describe, pytree
 from pallas_kernels.tiles.layout import PlaneLayout, plane_layout
@@ -308,7 +314,7 @@ def _floor_codes(
     high = jnp.max(jnp.where(counted, v, -jnp.inf), axis=3)
     low, high = (jnp.where(jnp.isfinite(bound), bound, 0) for bound in (low, high))
     step = stored_scale((high - low) / (1 << bits), format.scale_dtype, 1 << bits)
-    least = low.astype(format.scale_dtype)
+    least = as_stored(low, format.scale_dtype)
     wide_step, wide_least = (s.astype(jnp.float32)[:, :, :, None] for s in (step, least))
     bins = jnp.floor((v - wide_least) / jnp.where(wide_step == 0, 1, wide_step))
     return jnp.clip(bins, 0, (1 << bits) - 1).astype(jnp.uint16), step, least

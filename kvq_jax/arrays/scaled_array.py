@@ -72,9 +72,8 @@ def quantize(
 ) -> ScaledArray:
     """Quantize rows divided by their second scale as stored. It is positive in the stored dtype,
     and the rows lie within `uniform.saturation_limit` of that dtype."""
-    stored = scale.astype(format.scale_dtype)
-    quotients = rows / _spread(stored, rows)
-    return ScaledArray(grouped_array.quantize(quotients, format), stored)
+    scale = uniform.as_stored(scale, format.scale_dtype)
+    return ScaledArray(grouped_array.quantize(rows / _spread(scale, rows), format), scale)
 
 
 def dequantize(body: ScaledArray) -> Rows:

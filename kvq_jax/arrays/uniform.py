@@ -33,10 +33,11 @@ from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, UInt8
 
-from pallas_kernels.stored_scales import saturation_limit, stored_scale
+from pallas_kernels.stored_scales import raised_scale, saturation_limit
 
 NEAR = 1 - 2.0**-9  # of the limit: scales and zero points are rounded
 Axes: TypeAlias = int | tuple[int, ...]
@@ -72,6 +73,27 @@ def _levels(x: Array, scale: Array, zero: Array, top: int) -> Array:
 
 def _code_dtype(top: int) -> DTypeLike:
     return jnp.uint8 if top < 256 else jnp.uint16
+
+
+def as_stored(x: Float[Array, "..."], dtype: DTypeLike) -> Float[Array, "..."]:
+    """Round fp32 numbers to the dtype in which they are stored, to nearest even.
+
+    A conversion alone is not enough: for GPUs XLA drops one that is undone in the same program
+    (`xla_allow_excess_precision`), and codes would be those of a scale that is not stored.
+    """
+    known = jnp.finfo(dtype)
+    if known.bits >= 32:
+        return x.astype(dtype)
+    rounded = lax.reduce_precision(x, known.nexp, known.nmant)
+    if dtype == jnp.float16:  # whose numbers below the normal ones `reduce_precision` makes 0
+        small = jnp.round(x * 2.0**24) * 2.0**-24
+        rounded = jnp.where(jnp.abs(x) < 2.0**-14, small, rounded)
+    return rounded.astype(dtype)
+
+
+def stored_scale(scale: Float[Array, "..."], dtype: DTypeLike, steps: int) -> Float[Array, "..."]:
+    """Round as pallas_kernels.stored_scales.stored_scale does, for scales that are read again."""
+    return as_stored(raised_scale(scale, dtype, steps), dtype)
 
 
 class OutOfRange(NamedTuple):
@@ -140,7 +162,7 @@ def asymmetric(
     top = 2**bits - 1
     x, low, high = finite_range(x.astype(jnp.float32), axis, saturation_limit(dtype))
     scale = stored_scale((high - low) / top, dtype, top)
-    zero = low.astype(dtype if zero_dtype is None else zero_dtype)
+    zero = as_stored(low, dtype if zero_dtype is None else zero_dtype)
     return GroupCodes(_levels(x, scale, zero, top).astype(_code_dtype(top)), scale, zero)
 
 
@@ -202,9 +224,8 @@ def with_stored_zero(group: GroupCodes, bits: int, dtype: DTypeLike | None = Non
 
     The default dtype is the scale's. In float16 rounding moves it by at most 2^-11 of max|x|.
     """
-    zero = (-(2**bits - 1) * group.scale.astype(jnp.float32)).astype(
-        group.scale.dtype if dtype is None else dtype
-    )
+    exact = -(2**bits - 1) * group.scale.astype(jnp.float32)
+    zero = as_stored(exact, group.scale.dtype if dtype is None else dtype)
     return group._replace(zero=zero)
 
 

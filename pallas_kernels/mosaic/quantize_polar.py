@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.mosaic.matrices import Matrices, on_rows
+from pallas_kernels.mosaic.matrices import Matrices, on_rows, splat
 from pallas_kernels.mosaic.outliers import iota
 from pallas_kernels.mosaic.quantize import stored_scale
 from pallas_kernels.mosaic.registers import SIDE
@@ -118,7 +118,7 @@ class _PolarWork:
         # Angles that do not count are replaced by one that does.
         angles = [jnp.where(span.counted, span.angle, self._on_span(first)) for span in spans]
         angles = [x[:, i : i + SIDE] for x in angles for i in range(0, SPAN, SIDE)]
-        start = jnp.zeros_like(first)
+        start = splat(first.shape, 0.0)
         if self.blocks.in_gap:
             angles = self._sorted(angles)
             start = self._gap_end(angles)

@@ -2,7 +2,10 @@
 on their instructions.
 """
 
+import functools
 import re
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +14,7 @@ import pytest
 from benchmarks.machine_code.compile import compile_for
 from benchmarks.machine_code.sass import assemble, loops
 from benchmarks.machine_code.target import A100, H200, Target
+from kvq_jax.arrays import uniform
 from kvq_jax.arrays.grouped_array import GroupFormat
 from kvq_jax.codecs.kernel_readers import grouped
 from pallas_kernels.decode_attention import outlier_values
@@ -211,3 +215,20 @@ def test_sums_of_outliers_are_kept_in_registers(group, channels, most, target):
 def test_spills_of_a_kernel_with_too_few_registers_are_counted():
     """Negative control: the kernels above would fail if they spilled."""
     assert spills_of_outlier_scores(H200, turned=True, registers=16) > 0
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_scale_is_rounded_before_codes_are_computed(dtype):
+    """XLA drops a conversion that is undone in the same program."""
+    rows = jax.ShapeDtypeStruct((64, 32), jnp.float32)
+
+    def widened(x: jax.Array) -> jax.Array:
+        return x.astype(dtype).astype(jnp.float32) * 3
+
+    def program(function: Callable[..., Any]) -> str:
+        return compile_for(H200, function, (rows,)).compiled.as_text()
+
+    for quantizer in (uniform.asymmetric, uniform.symmetric, uniform.hybrid):
+        text = program(functools.partial(quantizer, bits=2, axis=1, dtype=jnp.dtype(dtype)))
+        assert "reduce-precision" in text, quantizer.__name__
+    assert " convert(" not in program(widened), "XLA keeps conversions: nothing is shown"
