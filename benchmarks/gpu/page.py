@@ -7,7 +7,6 @@ import pathlib
 
 from benchmarks.gpu.report import GpuReport, KernelRow, Trace
 from benchmarks.markdown import head, table
-from pallas_kernels.launch import DEFAULT_ARITHMETIC
 
 SECTIONS = {"attention": "", "quantize": "Quantizing: "}  # of tables, and how their titles begin
 KERNEL_HEADER = (
@@ -73,9 +72,10 @@ def step_page(report: GpuReport, file: pathlib.Path) -> str:
             "One step of all layers: attention, MLPs and logits; random weights. GB are what a"
             " step must read: the weights and the cache. Times are the host's clock around a"
             " compiled loop of a few steps; candidates are timed one after another, and time /"
-            " best bf16 divides two medians. asm and jnp are kernels in either arithmetic; by"
-            f" default decode_step takes {DEFAULT_ARITHMETIC}. Error is of the logits, against the"
-            " same cache read by XLA; - was not measured."
+            " best bf16 divides two medians, of which the best is that of our own kernels over"
+            " bfloat16. asm and jnp are Triton's kernels in either arithmetic, mosaic those on"
+            " Mosaic GPU. Error is of the logits, against the same cache read by XLA; - was not"
+            " measured."
         ),
     ]
     for place, rows in _by_shape(report, "step"):

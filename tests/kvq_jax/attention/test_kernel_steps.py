@@ -86,7 +86,7 @@ def run(spec: str, route: Route) -> tuple[list[jax.Array], LayerState, LayerPlan
     return outputs, state, plan, lengths
 
 
-def compare(spec: str, route: Route) -> None:
+def compare(spec: str, route: Route, most: float = 1e-2) -> None:
     wanted, expected, plan, lengths = run(spec, XLA)
     found, state, _, _ = run(spec, route)
     body = plan.regions.body
@@ -98,7 +98,7 @@ def compare(spec: str, route: Route) -> None:
     assert lengths.max() == CAPACITY
     for step, (one, other) in enumerate(zip(found, wanted, strict=True)):
         error = row_errors(one, other).max()
-        assert error < 1e-2, f"step {step}: {error:.1e}"
+        assert error < most, f"step {step}: {error:.1e}"
     assert (
         max(row_errors(one, other).max() for one, other in zip(found, wanted[1:], strict=False))
         > 0.1
@@ -169,7 +169,9 @@ def test_blocks_enter_the_body_in_one_launch_and_in_no_loop():
 def test_steps_on_a_gpu_are_those_of_xla(spec, launch):
     if jax.default_backend() != "gpu":
         pytest.skip("no GPU in this process")
-    compare(spec, Route("pallas", launch))
+    # Mosaic GPU multiplies rows in bfloat16 by weights in bfloat16.
+    rounded = spec.startswith("dense") and launch.route == "mosaic"
+    compare(spec, Route("pallas", launch), 2e-2 if rounded else 1e-2)
 
 
 def test_a_full_row_is_never_said_to_hold_more_than_its_body(monkeypatch: pytest.MonkeyPatch):

@@ -277,8 +277,9 @@ def lowered(case: WriterCase, launch: Launch) -> str:
 
 
 def off_by_rounding(case: WriterCase, launch: Launch) -> list[str]:
-    """Name the arrays in which more than one entry in a thousand differs. Devices differ less, by
-    rounding alone.
+    """Name the arrays in which more than two entries in a hundred differ, floats by more than their
+    rounding. Coarse rows have ties, say of two gaps between angles, and a device may break one in
+    its own way: that moves all codes of a group, of which there are a hundred.
     """
     _, _, block = case.layer
     before, after, rows, place = run(case, 2 * block, np.array([block, 0, 2 * block]), launch)
@@ -286,11 +287,16 @@ def off_by_rounding(case: WriterCase, launch: Launch) -> list[str]:
     with jax.default_device(jax.devices("cpu")[0]):
         _, wanted, _, _ = run(case, 2 * block, np.array([block, 0, 2 * block]), INTERPRETED)
     assert wrong_in(case, before, after, rows[:, ::-1], place), "the heads could be exchanged"
-    shares = [
-        np.mean(np.asarray(actual) != np.asarray(expected))
-        for actual, expected in zip(after, wanted, strict=True)
-    ]
-    return [f"array {i}: {share:.1e}" for i, share in enumerate(shares) if share > 1e-3]
+
+    def differ(actual: jax.Array, expected: jax.Array) -> np.ndarray:
+        if actual.dtype == jnp.float16:
+            return ~np.isclose(actual, expected, rtol=2.0**-9)
+        return np.asarray(actual) != np.asarray(expected)
+
+    pairs = [differ(*pair) for pair in zip(after, wanted, strict=True)]
+    others = [differ(jnp.roll(a, 1, axis=-1), b) for a, b in zip(after, wanted, strict=True)]
+    assert max(other.mean() for other in others) > 0.1, "neighbours would pass"
+    return [f"array {i}: {d.mean():.1e}" for i, d in enumerate(pairs) if d.mean() > 2e-2]
 
 
 @on_a_gpu
