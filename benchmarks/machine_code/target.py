@@ -10,7 +10,7 @@ BLOCKS_PER_SM = 32
 REGISTERS_PER_SM = 65536
 LANES_PER_SM = 128  # four schedulers, each issues one instruction for 32 lanes in a cycle
 # Of the issue slots: what attention fills with two warps on a scheduler. Profiled on an H200: 0.57
-# (kivi:bits=4 by Triton), 0.53 (kivi:bits=2 on Mosaic GPU) and 0.50 (nf4), less with bank conflicts.
+# (kivi:bits=4 by Triton), 0.53 (kivi:bits=2 on Mosaic GPU), 0.50 (nf4), less with bank conflicts.
 ISSUED = 0.53
 SHARED_BYTES_OF_A_BLOCK = 1024  # what the system keeps in shared memory for each resident block
 
