@@ -51,11 +51,12 @@ LONG_RUN = 1.0  # seconds of a program's first run past which it is not repeated
 
 
 def usual_implementations(tokens: int, batch: int) -> tuple[str, ...]:
-    """Return the implementations at a point: kernels in assembly and, if this JAX has it, on Mosaic
-    GPU. At the first point also array operations, at the last also XLA."""
-    by_both = ("asm", *([] if route.missing() else ["mosaic"]))
-    others = {POINTS[0]: ["jnp"], POINTS[-1]: ["xla"]}
-    return (*by_both, *others.get((tokens, batch), []))
+    """Return the implementations at a point: kernels on Mosaic GPU, if this JAX has it, or else in
+    assembly. At the first and the last point both, at the last also XLA."""
+    if route.missing():
+        return ("asm", "xla") if (tokens, batch) == POINTS[-1] else ("asm",)
+    others = {POINTS[0]: ["asm"], POINTS[-1]: ["asm", "xla"]}
+    return ("mosaic", *others.get((tokens, batch), []))
 
 
 def steps_program(
@@ -285,8 +286,8 @@ def argument_parser() -> argparse.ArgumentParser:
         choices=IMPLEMENTATIONS,
         default=[],
         help=(
-            "kernels in jnp or asm, XLA, or decode_step's own choice; if not given asm, with jnp at"
-            " 32768:16 and xla at 4096:1"
+            "kernels by Triton in jnp or asm or on Mosaic GPU, XLA, or decode_step's own choice; if"
+            " not given mosaic, with asm at 32768:16 and 4096:1 and xla at 4096:1"
         ),
     )
     parser.add_argument(

@@ -131,14 +131,9 @@ def _attention(model: str, *points: tuple[int, int], **fields: Any) -> list[Case
     ]
 
 
-def first_cases() -> list[Case]:
-    """Return the cases that every run must have: 32K tokens x 16 of Llama 3.1 8B, in both
-    arithmetics."""
-    return _attention(MAIN, (32768, 16), both=True, specs=FIRST_SPECS, brief=True)
-
-
 def route_cases() -> list[Case]:
-    """Return the same shape by both routes to a GPU, for one cache of each form of bodies."""
+    """Return the cases that every run must have: 32K tokens x 16 of Llama 3.1 8B, by both routes to
+    a GPU, for one cache of each form of bodies."""
     return _attention(MAIN, (32768, 16), routes=True, specs=ROUTE_SPECS, brief=True)
 
 
@@ -153,7 +148,7 @@ def next_cases() -> list[Case]:
     """Return the cases that follow in the same ten minutes: other lengths and batches, and
     quantizing."""
     points = ((131072, 1), (4096, 16), (32768, 1))
-    cases = _attention(MAIN, *points, both=True, specs=FIRST_SPECS, brief=True)
+    cases = _attention(MAIN, *points, routes=True, specs=FIRST_SPECS, brief=True)
     return [*cases, Case("quantize", MAIN, shape_of(MAIN, 32768, 1))]
 
 
@@ -190,12 +185,11 @@ def _of_shape(model: str, tokens: int, batch: int) -> list[Case]:
 PLANS = Plans(
     ("attention", "quantize"),
     {
-        "first": first_cases,
         "routes": route_cases,
         "parity": parity_cases,
         "next": next_cases,
         "second": second_cases,
-        "all": lambda: first_cases() + next_cases() + second_cases(),
+        "all": lambda: route_cases() + next_cases() + second_cases(),
     },
     _of_shape,
 )
