@@ -105,12 +105,13 @@ elif [ $run = second ]; then
         --json "$folder/parity_more_steps_$NAME.json" \
         --cache dense innerq:bits=1,mode=sym nf4 kivi:bits=4,pre_rope=true
     # Compilers take nearly all time of the tests, a core each. Several processes share the GPU, so
-    # none may reserve its memory.
+    # none may reserve its memory. -v says what passed if the time runs out.
+    export OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 XLA_FLAGS=--xla_gpu_autotune_level=0
     if "$PYTHON" -c 'import pytest, xdist' 2>/dev/null; then
         mapfile -t files < <(grep -rlE --include='test_*.py' 'mark\.gpu|harness import .*(anywhere|launches|on_a_gpu)|^    (anywhere|launches|on_a_gpu),' tests)
         told=
         XLA_PYTHON_CLIENT_PREALLOCATE=false stage "gpu tests" 180 pytest -m gpu -W default \
-            -p no:cacheprovider -q -n 12 --dist worksteal "${files[@]}"
+            -p no:cacheprovider -v -n 12 --dist worksteal "${files[@]}"
     else
         echo "== gpu tests: left out, pytest and pytest-xdist are not installed" | tee -a "$log"
     fi
