@@ -150,7 +150,7 @@ def test_values_in_a_rotation_have_equal_widths_and_need_no_calibration():
     assert values == (3, 2, 2, 2), "half of the budget of 18"
     assert sum(keys) == 9, "the other half"
     assert keys[0] > values[0], "keys have theirs by energies"
-    assert not method.fitted({}, dims).k_widths, "nothing is filled in without a calibration"
+    assert method.fitted({}, dims) == method, "nothing is filled in without a calibration"
     codec = fitted.codec("v", 0, dims, BLOCK, "float32")
     assert not codec.learning.parameters(HEADS), "values need parameters"
     assert fitted.predicted_divergence({"k": [steep, steep]}, dims) is None
