@@ -81,6 +81,8 @@ polar_global                4.75        0.2139
 waterfill                   3.0         0.1546   waterfill:bits=3,sink=5,recent=3,block=16
 waterfill_eigen             3.0         0.1546
     waterfill:bits=3,key_basis=eigen,sink=5,recent=3,block=16
+waterfill_rotation          4.0         0.0766
+    waterfill:bits=4,key_basis=eigen,value_basis=rotation,sink=5,recent=3,block=16
 waterfill_widths            5.75        0.128
     waterfill:k_widths=8620@0/5432,v_widths=7641,sink=5,recent=3,block=8
 waterfill_values            9.0         0.2054

@@ -9,6 +9,10 @@ b is the width of the run that a channel is in, and step_b the step of the best 
 a normal variable. g is the root mean square of a token's stored channels, or more if a channel of
 at least UNCLIPPED bits needs it for its largest code. Codes are packed with 2^(b-1) added. Entries
 that are not finite count as 0 or saturate.
+
+Such u^ are shorter than u, because an interval's level is about its mean: u . u^ < |u|^2. An
+unbiased array stores another scale with the same codes, for which u . u^ = |u|^2 (up to the scale's
+rounding), so that errors are not along u and average out in a sum over tokens.
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ LARGEST = 1e18  # its square is finite in fp32
 # From this many bits on, no channel is clipped: a clipped entry costs more there than the longer
 # steps (docs/decisions/calibration.md).
 UNCLIPPED = 5
+MOST_UNBIASED = 2.0  # times g, at most: a row far from normal would get a factor that is all noise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,16 +98,19 @@ def specs(format: RunFormat, batch: int, heads: int, tokens: int) -> RunArray:
     return describe(RunArray, words=words, scale=scale, format=format)
 
 
-def quantize(u: Float[Array, "B K T stored"], format: RunFormat) -> RunArray:
-    """Quantize the stored channels of rows."""
+def quantize(
+    u: Float[Array, "B K T stored"], format: RunFormat, *, unbiased: bool = False
+) -> RunArray:
+    """Quantize the stored channels of rows.
+
+    unbiased: True for the scale with u . u^ = |u|^2.
+    """
     u = jnp.clip(jnp.where(jnp.isnan(u), 0, u), -LARGEST, LARGEST)
     size = jnp.maximum(
         jnp.sqrt(jnp.mean(jnp.square(u), axis=-1)),
         jnp.max(jnp.abs(u) / format.ends[None, None, None], axis=-1),
     )
-    scale = jnp.clip(jnp.round(PER_OCTAVE * jnp.log2(jnp.maximum(size, 1e-30))), -128, 127).astype(
-        jnp.int8
-    )
+    scale = _logarithm(size)
     u = u / factor(scale)
     words, start = [], 0
     for (width, channels), layout in zip(format.runs, format.layouts, strict=True):
@@ -110,7 +118,19 @@ def quantize(u: Float[Array, "B K T stored"], format: RunFormat) -> RunArray:
         codes = jnp.floor(u[..., start : start + channels] / STEPS[width]) + middle
         words.append(pack(jnp.clip(codes, 0, 2 * middle - 1).astype(jnp.uint16), layout))
         start += channels
-    return RunArray(tuple(words), scale, format)
+    array = RunArray(tuple(words), scale, format)
+    if not unbiased:
+        return array
+    # Levels have the signs of their entries, so the product is 0 for zeros alone.
+    product = jnp.sum(u * levels(array), axis=-1)
+    gain = jnp.sum(jnp.square(u), axis=-1) / jnp.where(product > 0, product, 1)
+    size = jnp.minimum(gain, MOST_UNBIASED) * factor(scale)[..., 0]
+    return dataclasses.replace(array, scale=_logarithm(size))
+
+
+def _logarithm(size: Float[Array, "B K T"]) -> Int8[Array, "B K T"]:
+    octaves = jnp.round(PER_OCTAVE * jnp.log2(jnp.maximum(size, 1e-30)))
+    return jnp.clip(octaves, -128, 127).astype(jnp.int8)
 
 
 def levels(array: RunArray) -> Float[Array, "B K T stored"]:

@@ -36,11 +36,13 @@ class RunsCodec(OneSideCodec):
     read_by_kernels: names of the parameters that kernels read after the body and the table of
         steps, in their order. Empty if no kernel reads the body.
     fitted_with: the options that the calibrated arrays depend on, as text.
+    unbiased: True if a token's scale makes errors orthogonal to the row.
     """
 
     format: RunFormat
     read_by_kernels: ClassVar[tuple[str, ...]] = ()
     fitted_with: ClassVar[str] = FISHER
+    unbiased: ClassVar[bool] = False
 
     @abc.abstractmethod
     def analysed(self, params: Tree, rows: CachedRows) -> Float[Array, "B K T H"]:
@@ -58,8 +60,9 @@ class RunsCodec(OneSideCodec):
         return run_array.specs(self.format, batch, heads, tokens)
 
     def quantize(self, params: Tree, stats: Tree, rows: CachedRows, at: TokensAt) -> RunArray:
-        u = self.analysed(calibrated(params), rows.astype(jnp.float32))
-        return run_array.quantize(u[..., : self.format.stored_channels], self.format)
+        u = self.analysed(params, rows.astype(jnp.float32))
+        stored = u[..., : self.format.stored_channels]
+        return run_array.quantize(stored, self.format, unbiased=self.unbiased)
 
     @property
     def facts(self) -> Facts:

@@ -6,17 +6,23 @@ from __future__ import annotations
 import dataclasses
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
 from kvq_jax.arrays import run_array
+from kvq_jax.arrays.reverse_water_filling import STEPS
+from kvq_jax.arrays.rotations import rotation, turn, turn_back
 from kvq_jax.arrays.run_array import RunArray
+from kvq_jax.arrays.uniform import finite_rows
 from kvq_jax.codecs import kernel_readers, native_bodies
 from kvq_jax.codecs.codec import Side
 from kvq_jax.codecs.dots import weigh_rows
 from kvq_jax.codecs.fitting import Rows
-from kvq_jax.codecs.kernels import Kernels
+from kvq_jax.codecs.kernels import Kernels, table_of
+from kvq_jax.codecs.learning import Learning
+from kvq_jax.codecs.rotating import LARGEST_ENTRY
 from kvq_jax.codecs.runs import FISHER, RunsCodec, calibrated
 from kvq_jax.methods.waterfill import fit
 from kvq_jax.types.array_types import ArraySpec, Axis, CachedRows, Tree
@@ -50,6 +56,7 @@ class KeyCodec(RunsCodec):
         return fit.keys(rows, gradients)
 
     def analysed(self, params: Tree, rows: CachedRows) -> Float[Array, "B K T H"]:
+        params = calibrated(params)
         u = (rows - params["mean"][None, :, None]) / params["scale"][None, :, None]
         return _gathered(u, jnp.argsort(params["place"], axis=-1))
 
@@ -86,7 +93,7 @@ class EigenCodec(RunsCodec):
 
     def analysed(self, params: Tree, rows: CachedRows) -> Float[Array, "B K T H"]:
         # One entry that is not finite would enter every channel.
-        finite = jnp.where(jnp.isfinite(rows), rows, 0)
+        params, finite = calibrated(params), jnp.where(jnp.isfinite(rows), rows, 0)
         return _turned(finite - params["mean"][None, :, None], params["analysis"])
 
     def dequantize(self, params: Tree, stats: Tree, body: RunArray) -> CachedRows:
@@ -142,6 +149,56 @@ class ValueCodec(EigenCodec):
         sums = weigh_rows(scaled, run_array.levels(body))
         mean = params["mean"][None, :, None]
         return self._synthesized(params, sums) + jnp.sum(weights, axis=-1, keepdims=True) * mean
+
+
+@dataclasses.dataclass(frozen=True)
+class RotatedValueCodec(RunsCodec):
+    """Values in a fixed rotation R, without a mean: u = R v. Channels are alike and close to
+    normal, so widths are equal, and no text is needed. The token's scale makes errors orthogonal
+    to the value, so that they average out in a weighted sum. Kernels read R^T as the matrix of an
+    eigenbasis."""
+
+    side: Side = "v"
+    pre_rope: bool = False
+    unbiased = True
+
+    def parameters(self, heads: int) -> dict[str, ArraySpec]:
+        return {}
+
+    def calibrate(self, rows: Rows, gradients: Rows) -> dict[str, Shaped[np.ndarray, "..."]]:
+        return {}
+
+    @property
+    def learning(self) -> Learning:
+        return Learning()
+
+    def analysed(self, params: Tree, rows: CachedRows) -> Float[Array, "B K T H"]:
+        return turn(finite_rows(rows, LARGEST_ENTRY))
+
+    def dequantize(self, params: Tree, stats: Tree, body: RunArray) -> CachedRows:
+        return self._turned_back(run_array.levels(body) * run_array.factor(body.scale))
+
+    def weighted(
+        self,
+        params: Tree,
+        stats: Tree,
+        weights: Float[Array, "B K R C"],
+        body: Tree,
+        positions: Int[Array, "#B C"],
+        rope: Rope | None,
+    ) -> Float[Array, "B K R H"]:
+        scaled = weights * jnp.swapaxes(run_array.factor(body.scale), -1, -2)
+        return self._turned_back(weigh_rows(scaled, run_array.levels(body)))
+
+    def _turned_back(self, u: Float[Array, "B K T stored"]) -> Float[Array, "B K T H"]:
+        missing = self.format.channels - self.format.stored_channels
+        return turn_back(jnp.pad(u, [(0, 0)] * 3 + [(0, missing)]))
+
+    def _kernel_arrays(self, params: Tree, body: RunArray) -> list[Array]:
+        heads, channels = body.scale.shape[1], self.format.channels
+        matrix = jnp.broadcast_to(rotation(channels), (heads, channels, channels))
+        mean = jnp.zeros((heads, channels), jnp.float32)
+        return [*jax.tree.leaves(body), table_of(STEPS[1:]), matrix, mean]
 
 
 def _gathered(rows: Float[Array, "B K T H"], index: Int[Array, "K H"]) -> Float[Array, "B K T H"]:

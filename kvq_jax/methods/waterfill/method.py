@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from kvq_jax.arrays.reverse_water_filling import expected_error, layer_widths
+from kvq_jax.arrays.reverse_water_filling import allocate, expected_error, layer_widths
 from kvq_jax.arrays.run_array import RunFormat
 from kvq_jax.codecs.codec import Codec, Side
 from kvq_jax.methods.base import (
@@ -20,7 +20,12 @@ from kvq_jax.methods.base import (
     option,
     per_layer,
 )
-from kvq_jax.methods.waterfill.codec import EigenKeyCodec, KeyCodec, ValueCodec
+from kvq_jax.methods.waterfill.codec import (
+    EigenKeyCodec,
+    KeyCodec,
+    RotatedValueCodec,
+    ValueCodec,
+)
 from kvq_jax.methods.waterfill.widths import (
     chunk_energies,
     parted,
@@ -65,6 +70,13 @@ class Waterfill(Method):
         choices=("pairs", "eigen"),
     )
 
+    value_basis: str = option(
+        "eigen",
+        "channels of values: an eigenbasis, or a fixed rotation, with equal widths, no mean and"
+        " nothing calibrated; keys and values then have a budget each",
+        choices=("eigen", "rotation"),
+    )
+
     def windows(self) -> Windows:
         return Windows(sink=32, recent=96, block=32)
 
@@ -74,7 +86,8 @@ class Waterfill(Method):
         """Return the method with widths for each layer. Each side of each layer shares out the same
         number of bits of an element by its own energies, or with an eigenbasis of keys, each layer
         does."""
-        if self.k_widths or self.v_widths:
+        calibrated = {side: calibrated[side] for side in calibrated if self._is_calibrated(side)}
+        if self.k_widths or self.v_widths or not calibrated:
             return self
         layers = list(zip(*calibrated.values(), strict=True))
         # Layers without parameters stay in full precision, whatever their widths.
@@ -109,7 +122,10 @@ class Waterfill(Method):
         self, calibrated: Mapping[Side, Sequence[Mapping[str, np.ndarray]]], dims: ModelDims
     ) -> float | None:
         """Return 1/2 sum E g_i^2 E (x_i - x^_i)^2 over all channels, for errors of independent
-        normal channels and no token in a window."""
+        normal channels and no token in a window. None for values in a rotation, which have no
+        energies."""
+        if self.value_basis == "rotation":
+            return None
         total = 0.0
         for side, layers in calibrated.items():
             for layer, parameters in enumerate(layers):
@@ -127,10 +143,18 @@ class Waterfill(Method):
         number = at_layer(getattr(self, name), layer)
         if number:
             return read(name, number, head_dim)
-        return template(self.bits, head_dim)[side == "v"]
+        chunks = template(self.bits, head_dim)[side == "v"]
+        if self._is_calibrated(side):
+            return chunks
+        return tuple(map(int, allocate(np.ones(len(chunks)), sum(chunks))))
 
     def codec(self, side: Side, layer: int, dims: ModelDims, block: int, dtype: str) -> Codec:
         format = RunFormat(dims.head_dim, block, self.widths(side, layer, dims))
         if side == "k" and self.key_basis == "pairs":
             return KeyCodec(format)
+        if not self._is_calibrated(side):
+            return RotatedValueCodec(format)
         return (EigenKeyCodec if side == "k" else ValueCodec)(format)
+
+    def _is_calibrated(self, side: Side) -> bool:
+        return side == "k" or self.value_basis == "eigen"

@@ -43,6 +43,7 @@ SPECS = (
     "polarquant",
     "k=polarquant:radius_bits=2,group_size=64+v=kivi:bits=4",
     "k=nf2:group_size=32,pre_rope=true+v=int3",
+    "waterfill:k_widths=65332210,v_widths=33222222,value_basis=rotation",
     "waterfill:k_widths=65332210,v_widths=44331111",
 )
 # Readers of which test_kernel_steps.py has none, and one of groups for CI's run of another JAX;

@@ -3,16 +3,19 @@
 import itertools
 import math
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kvq_jax as kvq
+from kvq_jax.arrays import run_array
 from kvq_jax.arrays.reverse_water_filling import STEPS
+from kvq_jax.arrays.rotations import rotation, turn, turn_back
 from kvq_jax.arrays.run_array import RunFormat
 from kvq_jax.cache.cache import CacheDims
 from kvq_jax.codecs.runs import RunsCodec
 from kvq_jax.methods.waterfill import Waterfill, fit
-from kvq_jax.methods.waterfill.codec import EigenKeyCodec, KeyCodec, ValueCodec
+from kvq_jax.methods.waterfill.codec import EigenKeyCodec, KeyCodec, RotatedValueCodec, ValueCodec
 from tests.kvq_jax.methods.equations import read_back
 
 HEADS, WIDTH, TOKENS, BLOCK = 2, 16, 64, 32
@@ -30,7 +33,9 @@ def correlated(seed: int, tokens: int = 400) -> np.ndarray:
     ).astype(np.float32)
 
 
-def decoded_in_numpy(u: np.ndarray, widths: tuple[int, ...]) -> np.ndarray:
+def decoded_in_numpy(
+    u: np.ndarray, widths: tuple[int, ...], *, unbiased: bool = False
+) -> np.ndarray:
     """Return what sorted, normalized channels [..., H] decode to: the nearest of each channel's
     levels, element by element."""
     chunk, out = u.shape[-1] // len(widths), np.zeros_like(u, np.float64)
@@ -47,6 +52,9 @@ def decoded_in_numpy(u: np.ndarray, widths: tuple[int, ...]) -> np.ndarray:
             width = widths[channel // chunk]
             levels = [(2 * level + 1 - 2**width) / 2 * STEPS[width] for level in range(2**width)]
             out[token][channel] = g * min(levels, key=lambda level: abs(level - row[channel] / g))
+        if unbiased:
+            size = g * min(2, row[:stored] @ row[:stored] / (row @ out[token]))
+            out[token] *= 2.0 ** (round(8 * math.log2(size)) / 8) / g
     return out
 
 
@@ -102,6 +110,50 @@ def test_rows_in_an_eigenbasis_equal_the_numpy_version(kind: type[RunsCodec]):
     for other in ({"synthesis": params["synthesis"][:, ::-1]}, {"mean": params["mean"] + 1}):
         assert not same(stored_rows(codec, params | other, rows), wanted), f"other {other.keys()}"
     assert codec.facts.form == ("before_rope" if kind is EigenKeyCodec else "vectors")
+
+
+def test_rotated_values_equal_the_numpy_version():
+    rows, codec = spiked(correlated(10)), RotatedValueCodec(RunFormat(WIDTH, BLOCK, WIDTHS))
+    turned = rows.astype(np.float64) @ rotation(WIDTH).T
+    wanted = decoded_in_numpy(turned, WIDTHS, unbiased=True) @ rotation(WIDTH)
+    assert same(stored_rows(codec, {}, rows), wanted)
+    biased = decoded_in_numpy(turned, WIDTHS) @ rotation(WIDTH)
+    assert not same(stored_rows(codec, {}, rows), biased), "the scale is that of other runs"
+    assert not same(stored_rows(codec, {}, rows), decoded_in_numpy(rows, WIDTHS, unbiased=True)), (
+        "values are not rotated"
+    )
+
+
+def test_errors_of_rotated_values_are_orthogonal_to_each_value():
+    rows = np.random.default_rng(11).normal(size=(HEADS, 256, 64)).astype(np.float32)
+    format = RunFormat(64, BLOCK, (2,))
+
+    def along(read: np.ndarray) -> float:
+        return float(np.mean((rows * read).sum(-1) / np.square(rows).sum(-1)))
+
+    read = read_back(RotatedValueCodec(format), {}, rows)
+    assert along(read) == pytest.approx(1, abs=5e-3)
+    plain = run_array.quantize(turn(jnp.asarray(rows[None])), format)
+    u = run_array.levels(plain) * run_array.factor(plain.scale)
+    assert along(np.asarray(turn_back(u)[0])) < 0.93, "other scales make errors along the value"
+
+
+def test_values_in_a_rotation_have_equal_widths_and_need_no_calibration():
+    dims = CacheDims(2, 2, 1, 32, 64)
+    steep = {"energies": 4.0 ** -np.arange(32.0)[None]}
+    method = kvq.parse("waterfill:bits=2.5,key_basis=eigen,value_basis=rotation").k
+    assert isinstance(method, Waterfill)
+    fitted = method.fitted({"k": [steep, steep], "v": [steep, steep]}, dims)
+    assert isinstance(fitted, Waterfill)
+    assert fitted == method.fitted({"k": [steep, steep]}, dims), "values' energies do not matter"
+    keys, values = (fitted.widths(side, 0, dims) for side in ("k", "v"))
+    assert values == (3, 2, 2, 2), "half of the budget of 18"
+    assert sum(keys) == 9, "the other half"
+    assert keys[0] > values[0], "keys have theirs by energies"
+    assert method.fitted({}, dims) == method, "nothing is filled in without a calibration"
+    codec = fitted.codec("v", 0, dims, BLOCK, "float32")
+    assert not codec.learning.parameters(HEADS), "values need parameters"
+    assert fitted.predicted_divergence({"k": [steep, steep]}, dims) is None
 
 
 def test_pairs_are_sorted_by_their_fisher_information_and_have_a_variance_of_one():
