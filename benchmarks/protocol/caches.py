@@ -22,7 +22,12 @@ EIGEN = tuple(
     f"waterfill:bits={bits:g},key_basis=eigen"
     for bits in (1.5, 1.85, 2.1, 2.85, 3.35, 3.75, 4.4, 4.7)
 )
+ROTATED = tuple(
+    f"waterfill:bits={bits:g},key_basis=eigen,value_basis=rotation"
+    for bits in (2.25, 2.75, 3.25, 4)
+)
 OTHERS = (
+    *ROTATED,
     "xquant_cl:bits=2",
     "turboquant:bits=4",
     "turboquant:bits=2",
