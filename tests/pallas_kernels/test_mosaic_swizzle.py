@@ -148,7 +148,7 @@ def copied(case: KernelCase, monkeypatch: pytest.MonkeyPatch) -> set[tuple[int, 
 
     def spied(self: Any, *, src_ref: Any, dst_ref: Any, **options: Any) -> Any:
         kind = ir.MemRefType(src_ref.type)
-        copies.add((2 * kind.shape[-1], options["swizzle"]))
+        copies.add((2 * kind.shape[-1], options.get("swizzle")))
         return copy(self, src_ref=src_ref, dst_ref=dst_ref, **options)
 
     monkeypatch.setattr(launch_context.LaunchContext, "async_copy", spied)
