@@ -298,8 +298,10 @@ def attention_in_pieces(
     tables = k.constants(keys[1]), v.constants(values[1])
     counts = len(arrays[0]), len(arrays[1])
     fixed = k.fixed(keys[1]) if keys[0].turns else []
+    # tiles of eight rows begin at a multiple of eight tokens, and the last one at the arrays' end
+    ops = Matrices(bool(interpret), bulk and not interpret and capacity % SIDE == 0)
     buffers = [
-        side.buffers(of_side, tuning.stages, tuning.tile)
+        side.buffers(of_side, tuning.stages, tuning.tile, ops)
         for side, of_side in zip((k, v), arrays, strict=True)
     ]
     buffers[0] += [plgpu.SMEM(array.shape[1:], array.dtype) for array in fixed]
@@ -313,7 +315,6 @@ def attention_in_pieces(
         of_block, refs = refs[: len(fixed)], refs[len(fixed) :]
         inputs, refs = refs[: sum(counts)], refs[sum(counts) :]
         outputs, kept, scratch = refs[:3], refs[3 : len(shapes)], refs[len(shapes) :]
-        ops = Matrices(bool(interpret))
         block = Block(
             k,
             v,

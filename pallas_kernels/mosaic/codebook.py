@@ -76,8 +76,10 @@ class ChannelKeys(CodebookKeys):
             views = [jnp.stack(rows, axis=1)[None]]
         return [*super().views(stored[: self._sets + 1]), *views]
 
-    def buffers(self, arrays: Sequence[jax.Array], slots: int, tokens: int) -> list[Any]:
-        words = super().buffers(arrays, slots, tokens)[: self._sets]
+    def buffers(
+        self, arrays: Sequence[jax.Array], slots: int, tokens: int, ops: Matrices
+    ) -> list[Any]:
+        words = super().buffers(arrays, slots, tokens, ops)[: self._sets]
         shapes = [(slots, *array.shape[2:]) for array in arrays[self._sets :]]
         return [*words, *(plgpu.SMEM(shape, jnp.float16) for shape in shapes)]
 

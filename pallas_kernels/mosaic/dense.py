@@ -1,8 +1,5 @@
 """Rows in full precision, as warps read them: straight from shared memory into a tensor core's
 operand.
-
-Rows lie in shared memory as they are stored, so the eight rows of a matrix are a whole row apart,
-and all of their parts come from the same banks.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false
@@ -16,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic.matrices import Matrices, splat
 from pallas_kernels.mosaic.registers import WARPS
@@ -58,9 +54,10 @@ class DenseSide:
     def views(self, stored: Sequence[jax.Array]) -> list[jax.Array]:
         return list(stored)
 
-    def buffers(self, arrays: Sequence[jax.Array], slots: int, tokens: int) -> list[Any]:
-        shape = slots, tokens, self.reader.channels
-        return [plgpu.SMEM(shape, rows.dtype) for rows in arrays]
+    def buffers(
+        self, arrays: Sequence[jax.Array], slots: int, tokens: int, ops: Matrices
+    ) -> list[Any]:
+        return [ops.buffer(slots, tokens, self.reader.channels, rows.dtype) for rows in arrays]
 
     def copies(
         self, arrays: Sequence[Any], buffers: Sequence[Any], unit: Any, tokens: Any, slot: Any

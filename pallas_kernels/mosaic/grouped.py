@@ -86,23 +86,23 @@ class GroupedSide:
         return []
 
     def views(self, stored: Sequence[jax.Array]) -> list[jax.Array]:
-        """Give spans an axis of their own, without a copy: words [B, K, spans, rows, words], and
-        scales [B, K, groups, spans, SPAN] or [B, K, spans / together, channels]."""
+        """Return words [B, K, rows, words] and, without a copy, scales by span, [B, K, groups,
+        spans, SPAN] or [B, K, spans / together, channels]."""
         sets = len(self.layout.sets)
-        rows = SPAN // self.layout.slots
-        views = [x.reshape(*x.shape[:2], -1, rows, x.shape[3]) for x in stored[:sets]]
+        views = list(stored[:sets])
         for scale in stored[sets:]:
             by_channels = self.reader.axis == "channels"
             shape = (*scale.shape[:3], -1, SPAN) if by_channels else scale.shape
             views.append(scale.reshape(shape))
         return views
 
-    def buffers(self, arrays: Sequence[jax.Array], slots: int, tokens: int) -> list[Any]:
+    def buffers(
+        self, arrays: Sequence[jax.Array], slots: int, tokens: int, ops: Matrices
+    ) -> list[Any]:
         """Return the shared memory for `slots` tiles of so many tokens of `views`."""
-        spans, rows = tokens // SPAN, SPAN // self.layout.slots
+        spans, rows = tokens // SPAN, tokens // self.layout.slots
         sets = [
-            plgpu.SMEM((slots, spans, rows, self.layout.words(bits)), jnp.int16)
-            for bits in self.layout.sets
+            ops.buffer(slots, rows, self.layout.words(bits), jnp.int16) for bits in self.layout.sets
         ]
         shape = (
             (slots, self.groups, spans, SPAN)
@@ -120,18 +120,27 @@ class GroupedSide:
         def every(size: int) -> Any:
             return pl.ds(lax.div(tokens.start, jnp.int32(size)), tokens.size // size)
 
-        spans, groups = every(SPAN), every(SPAN * self.together)
+        rows, spans, groups = (every(n) for n in (self.layout.slots, SPAN, SPAN * self.together))
         for i, (array, buffer) in enumerate(zip(arrays, buffers, strict=True)):
             if i < sets:
-                source = array.at[*unit, spans]
+                source = array.at[*unit, rows]
             elif self.reader.axis == "channels":
                 source = array.at[*entry(array, unit), :, spans]
             else:
                 source = array.at[*entry(array, unit), groups]
             yield source, buffer.at[slot]
 
-    def _words(self, buffers: Sequence[Any], stripe: Stripe) -> list[Any]:
-        return [buffer.at[stripe.slot, stripe.spans] for buffer in buffers[: len(self.layout.sets)]]
+    def _words(
+        self, buffers: Sequence[Any], stripe: Stripe, ops: Matrices, transposed: bool = False
+    ) -> list[jax.Array]:
+        """Load the words of each plane set, [WARPS, rows, words], or the transpose of each
+        warp's."""
+        rows = SPAN // self.layout.slots
+        of_stripe = stripe.slot, pl.ds(WARPS * rows * stripe.number, WARPS * rows)
+        return [
+            ops.load_tile(buffer.at[of_stripe], rows, jnp.int16, transposed)
+            for buffer in buffers[: len(self.layout.sets)]
+        ]
 
     def _scales(
         self,
@@ -194,7 +203,7 @@ class GroupedKeys(GroupedSide):
     ) -> jax.Array:
         """Return log2(e) / sqrt(H) * q . k of a stripe's tokens, [WARPS, SPAN, columns]. Scores of
         dead tokens may be anything."""
-        words = [ops.load(ref) for ref in self._words(buffers, stripe)]
+        words = self._words(buffers, stripe, ops)
         by_group = self._of_channels if self.reader.axis == "channels" else self._of_tokens
         return by_group(words, query, buffers, stripe, ops)
 
@@ -243,7 +252,7 @@ class GroupedKeys(GroupedSide):
         self, buffers: Sequence[Any], stripe: Stripe, table: Any, ops: Matrices
     ) -> Callable[[int], jax.Array]:
         """Return a function that dequantizes the keys of a chunk, [WARPS, SPAN, width] in fp16."""
-        words = [ops.load(ref) for ref in self._words(buffers, stripe)]
+        words = self._words(buffers, stripe, ops)
         numbers, width = self._numbers(words, table, 1, ops), self.layout.width
 
         def keys(chunk: int) -> jax.Array:
@@ -294,7 +303,7 @@ class GroupedValues(GroupedSide):
     ) -> list[jax.Array]:
         """Add a stripe's values to `sums` [WARPS, width, columns], one for each chunk, weighted by
         [WARPS, columns, SPAN] in fp16. Weights of dead tokens are 0."""
-        words = [ops.load(ref, transposed=True) for ref in self._words(buffers, stripe)]
+        words = self._words(buffers, stripe, ops, transposed=True)
         if self.reader.axis == "tokens":
             return self._of_tokens(words, weights, buffers, stripe, sums, ops)
         numbers = self._numbers(words, table, 2, ops)

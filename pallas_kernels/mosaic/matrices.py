@@ -55,7 +55,6 @@ from pallas_kernels.mosaic.registers import (
     ldmatrix,
     less,
     matrices_in_columns,
-    matrices_of,
     matrices_of_rows,
     mma,
     objects,
@@ -66,6 +65,7 @@ from pallas_kernels.mosaic.registers import (
     vectors_of,
     warp,
 )
+from pallas_kernels.mosaic.swizzle import transforms_of
 from pallas_kernels.tiles.layout import Field, PlaneLayout
 
 
@@ -89,39 +89,35 @@ def on_warps(x: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Matrices:
-    """The operations, in PTX or, if `interpret`, in array operations."""
+    """The operations, in PTX or, if `interpret`, in array operations. `swizzled`: so are the rows
+    of `buffer` (swizzle.py)."""
 
     interpret: bool
+    swizzled: bool = False
 
-    def load(self, ref: Any, transposed: bool = False) -> jax.Array:
-        """Load 16-bit numbers [WARPS, rows, columns] from shared memory, or the transpose of each
-        warp's."""
-        shape = _swapped(ref.shape) if transposed else ref.shape
-        if self.interpret:
-            return jnp.swapaxes(ref[...], 1, 2) if transposed else ref[...]
-
-        @_inline((plgpu.RefType(),), shape, ref.dtype)
-        def matrices(ctx: Any, ref: ir.Value) -> mgpu.FragmentedArray:
-            registers = ldmatrix(ref, matrices_of(ref), transposed)
-            rows, columns = (size // SIDE for size in ir.MemRefType(ref.type).shape[1:])
-            registers = registers.reshape(rows, columns)
-            return fragment(registers.T if transposed else registers, shape, ref_dtype(ref))
-
-        return matrices(ref)
+    def buffer(self, slots: int, rows: int, columns: int, dtype: Any) -> Any:
+        """Return the shared memory of so many tiles [rows, columns] of 16-bit numbers."""
+        assert rows % SIDE == 0, "each tile begins where the exchange of parts does"
+        transforms = transforms_of(columns) if self.swizzled else ()
+        return plgpu.SMEM((slots, rows, columns), dtype, transforms=transforms)
 
     def load_tile(self, ref: Any, rows: int, dtype: Any, transposed: bool = False) -> jax.Array:
-        """Load 16-bit numbers [WARPS, rows, columns] from [WARPS * rows, columns] in shared memory,
-        or the transpose of each warp's. The bits of `dtype` may be stored as integers."""
+        """Load 16-bit numbers [WARPS, rows, columns] from rows [WARPS * rows, columns] of a tile of
+        a `buffer`, or the transpose of each warp's. The bits of `dtype` may be stored as
+        integers."""
         shape = (WARPS, rows, ref.shape[1])
         shape = _swapped(shape) if transposed else shape
         if self.interpret:
             x = lax.bitcast_convert_type(ref[...], dtype).reshape(WARPS, rows, -1)
             return jnp.swapaxes(x, 1, 2) if transposed else x
 
-        @_inline((plgpu.RefType(),), shape, dtype)
+        transforms = transforms_of(ref.shape[1]) if self.swizzled else ()
+
+        @_inline((plgpu.RefType(transforms),), shape, dtype)
         def matrices(ctx: Any, ref: ir.Value) -> mgpu.FragmentedArray:
             kind = utils.dtype_to_ir_type(dtype)
-            registers = cast(ldmatrix(ref, matrices_of_rows(ref, rows), transposed), kind)
+            places = matrices_of_rows(ref, rows, self.swizzled)
+            registers = cast(ldmatrix(ref, places, transposed), kind)
             registers = registers.reshape(rows // SIDE, -1)
             return fragment(registers.T if transposed else registers, shape, kind)
 

@@ -92,8 +92,10 @@ class PolarKeys(GroupedSide):
     def opened(self, planes: Sequence[jax.Array], table: None, ops: Matrices) -> Any:
         return planes
 
-    def buffers(self, arrays: Sequence[jax.Array], slots: int, tokens: int) -> list[Any]:
-        *words, step, least = super().buffers(arrays, slots, tokens)
+    def buffers(
+        self, arrays: Sequence[jax.Array], slots: int, tokens: int, ops: Matrices
+    ) -> list[Any]:
+        *words, step, least = super().buffers(arrays, slots, tokens, ops)
         return [*words, step, least, step, least]  # of radii, and of angles
 
     def scores(
@@ -103,7 +105,7 @@ class PolarKeys(GroupedSide):
         dead tokens may be anything."""
         polar, pairs = Polar(ops.interpret, self.polar.angle_bits), self.layout.chunks
         columns = query[0].shape[1]
-        words = [ops.load(ref) for ref in self._words(buffers, stripe)]
+        words = self._words(buffers, stripe, ops)
         *radii, turn, least = self._scales(buffers, stripe, lambda ref: ref)
         cos, sin = polar.middles(turn, least, columns)
         scales = [ops.load_rows(ref, SIDE) for ref in (*radii, turn)]

@@ -26,6 +26,8 @@ WARPS = 4  # of a block: Mosaic GPU computes in warpgroups
 SIDE = 8  # rows and columns of a matrix
 ROWS = 2 * SIDE  # of a tensor core's product
 PAIR = 0x10001  # times 16 bits: the same in both halves of a register
+# The lowest bits of a 16-bit element's number that count parts of 16 bytes, and lines of 128.
+_OF_PART, _OF_LINE = 3, 6
 
 # [WARPS, rows, columns]: the first axis over warps, rows over groups of four lanes.
 LANES = plgpu.Layout.TILED(
@@ -171,29 +173,33 @@ class _Places:
         row: elements between the rows of a matrix; 0 repeats its first row.
         warp: elements between neighbouring warps, or groups of them.
         together: how many warps read the same matrices.
+        swizzled: how many parts of a row are swizzled (swizzle.py).
     """
 
     matrices: tuple[int, ...]
     row: int
     warp: int
     together: int = 1
+    swizzled: int = 1
 
 
-def matrices_of(ref: ir.Value) -> _Places:
+def matrices_of_rows(ref: ir.Value, rows: int, swizzled: bool) -> _Places:
+    """Return the matrices of a warp's rows in an array [WARPS * rows, columns], or in its tiles
+    [WARPS * rows / SIDE, tiles, SIDE, columns / tiles] (swizzle.py)."""
     kind = ir.MemRefType(ref.type)
-    (_, rows, columns), (warp, row, column) = kind.shape, kind.get_strides_and_offset()[0]
+    shape, strides = kind.shape, kind.get_strides_and_offset()[0]
+    *_, row, column = strides
     assert column == 1, "rows are contiguous"
-    starts = [SIDE * (row * i + j) for i in range(rows // SIDE) for j in range(columns // SIDE)]
-    return _Places(tuple(starts), row, warp)
-
-
-def matrices_of_rows(ref: ir.Value, rows: int) -> _Places:
-    """Return the matrices of a warp's rows in an array [WARPS * rows, columns]."""
-    kind = ir.MemRefType(ref.type)
-    columns, (row, column) = kind.shape[1], kind.get_strides_and_offset()[0]
-    assert column == 1, "rows are contiguous"
-    starts = [SIDE * (row * i + j) for i in range(rows // SIDE) for j in range(columns // SIDE)]
-    return _Places(tuple(starts), row, row * rows)
+    tiles, width = (shape[1] if len(shape) == 4 else 1), shape[-1]
+    matrix, tile = strides[:2] if len(shape) == 4 else (SIDE * row, 0)
+    starts = [
+        matrix * i + tile * j + k
+        for i in range(rows // SIDE)
+        for j in range(tiles)
+        for k in range(0, width, SIDE)
+    ]
+    parts = width // SIDE if swizzled else 1
+    return _Places(tuple(starts), row, matrix * rows // SIDE, swizzled=parts)
 
 
 def matrices_in_columns(ref: ir.Value) -> _Places:
@@ -223,11 +229,11 @@ def ldmatrix(ref: ir.Value, places: _Places, transposed: bool) -> np.ndarray:
     first = arith.addi(
         arith.muli(number, utils.c(places.warp, i32)), arith.muli(row, utils.c(places.row, i32))
     )
-    return ldmatrix_at(ref, first, places.matrices, transposed)
+    return ldmatrix_at(ref, first, places.matrices, transposed, places.swizzled)
 
 
 def ldmatrix_at(
-    ref: ir.Value, first: ir.Value, matrices: Sequence[int], transposed: bool
+    ref: ir.Value, first: ir.Value, matrices: Sequence[int], transposed: bool, swizzled: int = 1
 ) -> np.ndarray:
     """Load matrices, four at a time if there are so many: lanes 8 i .. 8 i + 7 address the rows of
     the i-th of them.
@@ -235,36 +241,60 @@ def ldmatrix_at(
     Args:
         first: where this lane's row is, in elements, if its matrix begins at 0.
         matrices: the first element of each matrix.
+        swizzled: how many parts of a row are swizzled.
     """
     i32 = ir.IntegerType.get_signless(32)
     pair = ir.VectorType.get((2,), ref_dtype(ref))
     base = utils.memref_ptr(ref)
-    octet = arith.divui(lane(), utils.c(SIDE, i32))
     layout = nvvm.MMALayout.col if transposed else nvvm.MMALayout.row
     square = ir.Attribute.parse("#nvvm.ld_st_matrix_shape<m=8,n=8>")
     loaded: list[ir.Value] = []
+    for offset, count in addresses(first, matrices, swizzled):
+        pointer = utils.getelementptr(base, [offset], ref_dtype(ref))
+        value = nvvm.ldmatrix(
+            pointer,
+            layout=layout,
+            num=count,
+            shape=square,
+            elt_type=nvvm.LdStMatrixEltType.B16,
+        )
+        parts = (
+            [value] if count == 1 else [llvm.extractvalue(i32, value, [i]) for i in range(count)]
+        )
+        loaded += [utils.bitcast(part, pair) for part in parts]
+    return objects(loaded)
+
+
+def addresses(
+    first: ir.Value, matrices: Sequence[int], swizzled: int
+) -> Iterator[tuple[ir.Value, int]]:
+    """Yield the element that this lane addresses in each load of `ldmatrix_at`, and the number of
+    matrices that are loaded."""
+    i32 = ir.IntegerType.get_signless(32)
+    octet = arith.divui(lane(), utils.c(SIDE, i32))
     for starts in _batches(matrices, 4):
         offset = first
         for bit, of_bit in enumerate(_bits_of_steps(starts)):
             chosen = arith.andi(octet, utils.c(1 << bit, i32))
             step = arith.muli(arith.shrui(chosen, utils.c(bit, i32)), utils.c(of_bit, i32))
             offset = arith.addi(offset, step)
-        offset = arith.addi(offset, utils.c(starts[0], i32))
-        pointer = utils.getelementptr(base, [offset], ref_dtype(ref))
-        value = nvvm.ldmatrix(
-            pointer,
-            layout=layout,
-            num=len(starts),
-            shape=square,
-            elt_type=nvvm.LdStMatrixEltType.B16,
-        )
-        parts = (
-            [value]
-            if len(starts) == 1
-            else [llvm.extractvalue(i32, value, [i]) for i in range(len(starts))]
-        )
-        loaded += [utils.bitcast(part, pair) for part in parts]
-    return objects(loaded)
+        # Of a start, only the place in a row meets the bits that are exchanged. All else is added,
+        # as a constant that costs no instruction. So a loop needs one address for each such place.
+        inside = starts[0] % (SIDE * swizzled)
+        if swizzled > 1:
+            assert not any((start - starts[0]) & inside for start in starts), "no carries"
+            offset = exchanged(offset, swizzled)
+        if inside:
+            offset = arith.xori(offset, utils.c(inside, i32))
+        yield arith.addi(offset, utils.c(starts[0] - inside, i32)), len(starts)
+
+
+def exchanged(offset: ir.Value, parts: int) -> ir.Value:
+    """Return where the copy engine writes a 16-bit element: it takes the number of its part in a
+    row XOR that of its 128 bytes."""
+    i32 = ir.IntegerType.get_signless(32)
+    moved = arith.shrui(offset, utils.c(_OF_LINE - _OF_PART, i32))
+    return arith.xori(offset, arith.andi(moved, utils.c((parts - 1) << _OF_PART, i32)))
 
 
 def _batches(starts: Sequence[int], most: int) -> Iterator[Sequence[int]]:

@@ -78,9 +78,11 @@ class RotatedKeys:
         tables = jnp.stack(angle_tables(frequencies, jnp.arange(SPAN, dtype=jnp.int32)))
         return [jnp.swapaxes(tables.reshape(1, 2, SPAN, -1, SIDE), 2, 3)]
 
-    def buffers(self, arrays: Sequence[jax.Array], slots: int, tokens: int) -> list[Any]:
+    def buffers(
+        self, arrays: Sequence[jax.Array], slots: int, tokens: int, ops: Matrices
+    ) -> list[Any]:
         of_spans = slots, 2, tokens // SPAN, arrays[-1].shape[4]
-        inner = self.inner.buffers(arrays[:-1], slots, tokens)
+        inner = self.inner.buffers(arrays[:-1], slots, tokens, ops)
         return [*inner, plgpu.SMEM(of_spans, jnp.float16)]
 
     def copies(

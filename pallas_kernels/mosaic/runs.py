@@ -105,7 +105,9 @@ class RunsSide:
         scale = stored[len(words)]
         return [*words, scale.reshape(*scale.shape[:2], -1, SPAN)]
 
-    def buffers(self, arrays: Sequence[jax.Array], slots: int, tokens: int) -> list[Any]:
+    def buffers(
+        self, arrays: Sequence[jax.Array], slots: int, tokens: int, ops: Matrices
+    ) -> list[Any]:
         """Return the shared memory for `slots` tiles of `views`."""
         words = [
             plgpu.SMEM(
@@ -223,9 +225,11 @@ class RunsKeys(RunsSide):
         cos, sin = self.reader.angles(stored, positions)
         return [cos, _signed(sin)]
 
-    def buffers(self, arrays: Sequence[jax.Array], slots: int, tokens: int) -> list[Any]:
+    def buffers(
+        self, arrays: Sequence[jax.Array], slots: int, tokens: int, ops: Matrices
+    ) -> list[Any]:
         turned_back = plgpu.SMEM((slots, *arrays[-1].shape[2:]), jnp.float16)
-        return [*super().buffers(arrays, slots, tokens), turned_back]
+        return [*super().buffers(arrays, slots, tokens, ops), turned_back]
 
     def copies(
         self, arrays: Sequence[Any], buffers: Sequence[Any], unit: Any, tokens: Any, slot: Any

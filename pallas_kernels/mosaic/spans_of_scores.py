@@ -142,9 +142,11 @@ class WithOutliers:
     def views(self, stored: Sequence[jax.Array]) -> list[jax.Array]:
         return [self.added, *self.inner.views(stored)]
 
-    def buffers(self, arrays: Sequence[jax.Array], slots: int, tokens: int) -> list[Any]:
+    def buffers(
+        self, arrays: Sequence[jax.Array], slots: int, tokens: int, ops: Matrices
+    ) -> list[Any]:
         shape = slots, tokens // SPAN, *arrays[0].shape[3:]
-        inner = self.inner.buffers(arrays[1:], slots, tokens)
+        inner = self.inner.buffers(arrays[1:], slots, tokens, ops)
         return [plgpu.SMEM(shape, jnp.float32), *inner]
 
     def copies(
