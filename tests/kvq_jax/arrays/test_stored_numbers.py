@@ -19,13 +19,13 @@ def numbers() -> np.ndarray:
     return np.concatenate([halves, middle, up, down, others, others * 1e-6])
 
 
-@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32])
+@pytest.mark.parametrize("dtype", ["float16", np.float16, ml_dtypes.bfloat16, np.float32])
 def test_rounding_is_that_of_the_conversion(dtype):
     x = numbers()
     with np.errstate(over="ignore"):
         wanted = x.astype(dtype)
-    actual = np.asarray(jax.jit(as_stored, static_argnums=1)(x, jnp.dtype(dtype)))
-    assert actual.dtype == wanted.dtype
+    actual = np.asarray(jax.jit(as_stored, static_argnums=1)(x, dtype))
+    assert actual.dtype == wanted.dtype == jnp.dtype(dtype)
     np.testing.assert_array_equal(actual.astype(np.float32), wanted.astype(np.float32))
     if dtype is not np.float32:
         assert (wanted.astype(np.float32) != x).mean() > 0.3, "few numbers are rounded at all"
