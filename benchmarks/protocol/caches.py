@@ -15,12 +15,12 @@ README = (
     "innerq:bits=2",
     "waterfill:bits=2.5",
     "kvquant:bits=3",
-    "waterfill:bits=2.5,key_basis=eigen",
+    "waterfill:bits=2.25,key_basis=eigen,value_basis=rotation",
 )
 # a little smaller than others: resident bits are up to 0.3 more for one sequence
 EIGEN = tuple(
     f"waterfill:bits={bits:g},key_basis=eigen"
-    for bits in (1.5, 1.85, 2.1, 2.85, 3.35, 3.75, 4.4, 4.7)
+    for bits in (1.5, 1.85, 2.1, 2.5, 2.85, 3.35, 3.75, 4.4, 4.7)
 )
 ROTATED = tuple(
     f"waterfill:bits={bits:g},key_basis=eigen,value_basis=rotation"
