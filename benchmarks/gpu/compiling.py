@@ -71,7 +71,7 @@ def compiled_first(
     """Yield (item, compile(item)) of each batch once all of the batch are compiled, until `until`.
 
     So no compiler runs beside a measurement. Compilers try out kernels on the same GPU and keep the
-    host from launching in time: on an H100 they made times up to six times as long.
+    host from launching in time: on an H100 they made times several times as long.
 
     Args:
         batches: pairs of a key and items, as itertools.groupby returns them.

@@ -9,8 +9,11 @@ import itertools
 import time
 from collections.abc import Sequence
 
+import jax
+
 from benchmarks.gpu.attention_candidates import shape_of, tuned_tasks
 from benchmarks.gpu.compiling import THREADS, leave
+from benchmarks.gpu.decode_step import points_of
 from benchmarks.gpu.device_timing import Timing
 from benchmarks.gpu.kernels import measure_bandwidth, progress, said_wrong, summary
 from benchmarks.gpu.plans import MAIN
@@ -43,8 +46,14 @@ def argument_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    args = argument_parser().parse_args(argv)
-    tokens, batch = map(int, args.point.split(":"))
+    parser = argument_parser()
+    args = parser.parse_args(argv)
+    try:
+        [(tokens, batch)] = points_of([args.point])
+        if jax.default_backend() != "gpu":
+            raise ValueError(f"kernels need a GPU, this process runs on {jax.default_backend()}")
+    except ValueError as error:
+        parser.exit(2, f"{error}\n")
     shape, timing = shape_of(MAIN, tokens, batch), Timing(samples=5)
     report = GpuReport.here("Tunings", ("benchmarks.gpu.tunings", *arguments(argv)))
     measure_bandwidth(report, timing)

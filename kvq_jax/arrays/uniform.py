@@ -85,9 +85,8 @@ def as_stored(x: Float[Array, "..."], dtype: DTypeLike) -> Float[Array, "..."]:
     if known.bits >= 32:
         return x.astype(dtype)
     rounded = lax.reduce_precision(x, known.nexp, known.nmant)
-    if (
-        jnp.dtype(dtype) == jnp.float16
-    ):  # whose numbers below the normal ones `reduce_precision` makes 0
+    if jnp.dtype(dtype) == jnp.float16:
+        # `reduce_precision` makes 0 of what lies below the normal numbers.
         small = jnp.round(x * 2.0**24) * 2.0**-24
         rounded = jnp.where(jnp.abs(x) < 2.0**-14, small, rounded)
     return rounded.astype(dtype)

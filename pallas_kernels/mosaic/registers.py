@@ -290,8 +290,8 @@ def addresses(
 
 
 def exchanged(offset: ir.Value, parts: int) -> ir.Value:
-    """Return where the copy engine writes a 16-bit element: it takes the number of its part in a
-    row XOR that of its 128 bytes."""
+    """Return the place to which the copy engine writes a 16-bit element: it takes the number of its
+    part in a row XOR that of its 128 bytes."""
     i32 = ir.IntegerType.get_signless(32)
     moved = arith.shrui(offset, utils.c(_OF_LINE - _OF_PART, i32))
     return arith.xori(offset, arith.andi(moved, utils.c((parts - 1) << _OF_PART, i32)))

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks.cpu.timing import Shape
-from benchmarks.gpu import kernels, quantize_candidates, timed_case
+from benchmarks.gpu import kernels, quantize_candidates, timed_case, tunings
 from benchmarks.gpu.attention_candidates import Planned, attention_tasks
+from benchmarks.gpu.compiling import compiled_first
 from benchmarks.gpu.device_timing import Timing
 from benchmarks.gpu.plans import Case
 from benchmarks.gpu.report import GpuReport, KernelRow
@@ -163,3 +164,26 @@ def test_a_resumed_run_repeats_nothing_and_names_what_ended_the_last(
     assert "process ended" in done.rows[-1].failure
     with pytest.raises(ValueError, match="cannot resume: device was 'another'"):
         empty().resumed(dataclasses.replace(empty(), device="another"))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_nothing_of_a_batch_is_handed_on_while_another_of_it_is_compiled(threads: int):
+    events: list[tuple[str, int]] = []
+
+    def compiled(item: int) -> int:
+        events.append(("compiled", item))
+        return -item
+
+    for item, result in compiled_first(compiled, [("a", [1, 2, 3]), ("b", [4, 5])], threads):
+        assert result == -item
+        events.append(("timed", item))
+    kinds = "".join(kind[0] for kind, _ in events)
+    assert kinds == "ccctttcctt", events
+    assert {item for _, item in events[:3]} == {1, 2, 3}
+
+
+def test_tunings_refuse_a_wrong_shape_and_a_process_without_a_gpu(capsys: pytest.CaptureFixture):
+    for point, said in (("32768", "write TOKENS:BATCH"), ("64:1", "kernels need a GPU")):
+        with pytest.raises(SystemExit):
+            tunings.main(["--json", "unused.json", "--point", point])
+        assert said in capsys.readouterr().err

@@ -216,8 +216,9 @@ def test_blocks_by_mosaic_on_a_gpu_are_those_of_the_interpreter(case):
     codec, params, _ = case.layer
     writer = codec.kernels.writer(params, (), False)
     assert isinstance(writer, KernelWriter)
-    if route.unwritten(writer.blocks) is None:
-        assert not (wrong := off_by_rounding(case, Launch(route="mosaic"))), wrong
+    if reason := route.unwritten(writer.blocks):
+        pytest.skip(reason)
+    assert not (wrong := off_by_rounding(case, Launch(route="mosaic"))), wrong
 
 
 def test_some_pools_have_more_outliers_than_slots_and_equal_ones():
@@ -261,10 +262,11 @@ def test_blocks_on_mosaic_gpu_lower_for_cuda(case):
     codec, params, _ = case.layer
     writer = codec.kernels.writer(params, (), False)
     assert isinstance(writer, KernelWriter)
-    if route.unwritten(writer.blocks) is None:
-        text = lowered(case, Launch(route="mosaic"))
-        assert "mosaic_gpu" in text
-        assert "triton" not in text
+    if reason := route.unwritten(writer.blocks):
+        pytest.skip(reason)
+    text = lowered(case, Launch(route="mosaic"))
+    assert "mosaic_gpu" in text
+    assert "triton" not in text
 
 
 def lowered(case: WriterCase, launch: Launch) -> str:
