@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -178,7 +178,7 @@ def _of_windows(
     values: Sequence[jax.Array],
     launch: Launch,
     rng: np.random.Generator,
-    options: Mapping[str, bool] | None,
+    options: dict[str, Any] | None,
 ) -> dict[str, np.ndarray]:
     """Return what appending a token leaves, and attention to the windows, or nothing if Mosaic GPU
     does neither."""
