@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+import kvq_jax as kvq
 from kvq_tools.cli import cache_sizes
 from kvq_tools.cli.console import format_bytes
 from kvq_tools.cli.tables import print_line, print_table
-from kvq_tools.planning.defaults import METHOD, method_with
+from kvq_tools.planning.defaults import METHOD, Bases
 from kvq_tools.planning.measuring import FACTOR
 
 
@@ -45,7 +46,10 @@ def print_plan(result: dict[str, Any], options: argparse.Namespace) -> None:
         if path:
             print_line(f"[{path}: {written}]")
     if "key_basis=eigen" in result["chosen"]:
-        print_line("no GPU kernel reads key_basis=eigen; --key-basis pairs plans for GPUs")
+        print_line(
+            "on GPUs key_basis=eigen is read by Mosaic GPU kernels (JAX 0.11 or newer); --key-basis"
+            " pairs by Triton's too"
+        )
     calibration = f" --calibration {result['calibration']}" if METHOD in result["chosen"] else ""
     cache = options.out or f"'{result['chosen']}'{calibration}"
     print_line(f"use it: kvq generate {result['model']} --prompt P --cache {cache}")
@@ -59,4 +63,5 @@ def _short(name: str) -> str:
     """Return a cache's name without the digits of its widths. The last line has them."""
     if not name.startswith(f"{METHOD}:k_widths"):
         return name
-    return method_with("eigen") if "key_basis=eigen" in name else METHOD
+    bases = Bases.of(kvq.parse(name).k)
+    return METHOD if bases == Bases() else bases.spec()

@@ -10,18 +10,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import kvq_jax as kvq
 from kvq_jax.cache.spec import CacheSpec
-from kvq_jax.methods.waterfill import Waterfill
 from kvq_models.calibration.file import check_calibration
 from kvq_models.llama import open_checkpoint
 from kvq_tools.cli.console import UserError, input_errors
 from kvq_tools.cli.did_you_mean import with_hint
 from kvq_tools.cli.options.values import refusal
 from kvq_tools.planning import kept
-from kvq_tools.planning.defaults import METHOD
+from kvq_tools.planning.defaults import METHOD, Bases
 
 AUTO = "auto"
 
@@ -65,12 +64,10 @@ class PlannedCache:
             raise ValueError(f"--cache {self.text}: auto chooses the widths; give bits and windows")
         from kvq_tools.planning import unmeasured  # imported late: 0.1 s
 
-        basis = cast("Waterfill", method).key_basis
-        file, config = kept.calibration_file(model, basis), open_checkpoint.read_config(model)
+        bases = Bases.of(method)
+        file, config = kept.calibration_file(model, bases), open_checkpoint.read_config(model)
         if not file.is_file():
-            command = f"kvq plan {model} --text FILE --budget 2.5bits"
-            if basis != "pairs":
-                command += f" --key-basis {basis}"
+            command = f"kvq plan {model} --text FILE --budget 2.5bits{bases.flags()}"
             raise UserError(
                 f"--cache {self.text}: no plan of {model!r} was made yet; `{command}` keeps one"
             )

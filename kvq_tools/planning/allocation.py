@@ -84,11 +84,17 @@ class Costs:
 def costs_of(
     calibration: Calibration, ratios: Mapping[tuple[int, Side], Mapping[int, float]]
 ) -> Costs:
-    """Return the costs of a model from waterfill's calibration and the measured ratios."""
+    """Return the costs of a model from waterfill's calibration and the measured ratios.
+
+    Values in a rotation have no energies: their costs hold only if they were measured.
+    """
     chunks, layers = template_chunks(calibration.dims.head_dim), calibration.dims.num_hidden_layers
     energies = np.empty((layers, 2, chunks))
     for layer, (index, side) in itertools.product(range(layers), enumerate(SIDES)):
-        energies_of_side = calibration.parameters(layer, side)["energies"]
+        energies_of_side = calibration.parameters(layer, side).get("energies")
+        if energies_of_side is None:  # channels of a rotation are alike: only ratios count
+            energies[layer, index] = 1.0
+            continue
         channels = calibration.dims.head_dim // energies_of_side.shape[-1]  # 2 of a RoPE pair
         of_chunks = chunk_energies(energies_of_side, chunks)
         # the calibration has gradients of the mean, the divergence needs the sum's

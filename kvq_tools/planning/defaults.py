@@ -2,16 +2,46 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+from kvq_jax.methods.base import Method
 from kvq_tools.evaluation.defaults import STEP
 
 METHOD = "waterfill"
-BASES = ("pairs", "eigen")  # of keys, as waterfill's `key_basis` names them
+KEY_BASES, VALUE_BASES = ("pairs", "eigen"), ("eigen", "rotation")
 MEASURED = (1.5, 2.5, 4.0)  # stored bits at which every side is measured
 SCORED = 4 * STEP  # tokens of a window after the prompt
 WINDOW, WINDOWS = 512 + SCORED, 2
 SAMPLES, LENGTH = 2, 1024  # of the calibration
 
 
-def method_with(basis: str) -> str:
-    """Return the method of plans with this basis of keys, as a spec's text."""
-    return f"{METHOD}:key_basis={basis}"
+class Bases(NamedTuple):
+    """The channels of keys and of values, as waterfill's `key_basis` and `value_basis` name
+    them."""
+
+    keys: str = "pairs"
+    values: str = "eigen"
+
+    @classmethod
+    def of(cls, method: Method) -> Bases:
+        """Return the bases of a method, by default those of another method than waterfill."""
+        keys, values = cls()
+        return cls(getattr(method, "key_basis", keys), getattr(method, "value_basis", values))
+
+    @property
+    def predicted(self) -> bool:
+        """Return True if a calibration predicts costs without a measurement. A rotation has no
+        energies."""
+        return self.values != "rotation"
+
+    def spec(self, bits: float | None = None) -> str:
+        """Return the method of plans with these bases, as a spec's text."""
+        options = [] if bits is None else [f"bits={bits:g}"]
+        options += [f"key_basis={self.keys}"]
+        options += [f"value_basis={self.values}"] if self.values != "eigen" else []
+        return f"{METHOD}:{','.join(options)}"
+
+    def flags(self) -> str:
+        """Return the options of `kvq plan` that ask for these bases."""
+        flags = zip(("--key-basis", "--value-basis"), self, Bases(), strict=True)
+        return "".join(f" {flag} {basis}" for flag, basis, usual in flags if basis != usual)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from pathlib import Path
 from typing import Any
 
+import kvq_jax as kvq
 from kvq_jax.files.whole import replacing
+from kvq_tools.planning.defaults import KEY_BASES, VALUE_BASES, Bases
 
 DPI = 130
+LINES, MARKERS = {"pairs": "-", "eigen": "--"}, {"eigen": "o", "rotation": "s"}
 
 
 def missing() -> str | None:
@@ -26,15 +30,16 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.add_subplot()
-    for basis, style in (("pairs", "o-"), ("eigen", "o--")):
+    names = {cache["name"]: kvq.parse(cache["name"]).k for cache in result["caches"]}
+    for keys, values in itertools.product(KEY_BASES, VALUE_BASES):
+        bases, style = Bases(keys, values), LINES[keys] + MARKERS[values]
         ours = sorted(
             (cache["body_bits_per_element"], cache["predicted_kl"])
             for cache in result["caches"]
-            if cache["predicted_kl"] is not None
-            and ("key_basis=eigen" in cache["name"]) == (basis == "eigen")
+            if cache["predicted_kl"] is not None and Bases.of(names[cache["name"]]) == bases
         )
         if ours:
-            label = f"waterfill, keys in {basis}, predicted"
+            label = f"{bases.spec()}, predicted"
             axes.plot(*zip(*ours, strict=True), style, color="#2f6fd0", mfc="white", label=label)
     measured = [cache for cache in result["caches"] if cache["measured_kl"] is not None]
     for cache in measured:

@@ -1,8 +1,8 @@
 """Stored plans: the calibration that `--cache auto:bits=B` finds, and the files that `--cache
 plan.json` reads.
 
-    ~/.cache/kvq/plans/NAME-HASH/waterfill.safetensors, waterfill_eigen.safetensors
-        the calibrations that `kvq plan` made for a model, one for each basis of keys; HASH is of
+    ~/.cache/kvq/plans/NAME-HASH/waterfill.safetensors, waterfill_eigen.safetensors, ...
+        the calibrations that `kvq plan` made for a model, one for each pair of bases; HASH is of
         the model's path
     plan.json
         {"format": "kvq.cache-plan", "cache": SPEC, "calibration": FILE or null}
@@ -21,8 +21,10 @@ from kvq_jax.cache.spec import CacheSpec
 from kvq_jax.files import whole
 from kvq_models.named_models.names import located
 from kvq_models.named_models.published import cache_folder
+from kvq_tools.planning.defaults import METHOD, Bases
 
 FORMAT = "kvq.cache-plan"
+USUAL = Bases()
 LARGEST = 1 << 20  # bytes of a plan; a spec of 4096 layers is far smaller
 
 
@@ -42,14 +44,16 @@ def folder(model: str) -> Path:
     return cache_folder() / "plans" / f"{name}-{hashlib.sha256(place.encode()).hexdigest()[:12]}"
 
 
-def calibration_file(model: str, basis: str = "pairs") -> Path:
-    """Return the path of the calibration that `kvq plan` keeps for a model and a basis of keys."""
-    return folder(model) / file_name(basis)
+def calibration_file(model: str, bases: Bases = USUAL) -> Path:
+    """Return the path of the calibration that `kvq plan` keeps for a model and these bases."""
+    return folder(model) / file_name(bases)
 
 
-def file_name(basis: str) -> str:
-    """Return the name of the kept calibration of a basis of keys."""
-    return "waterfill.safetensors" if basis == "pairs" else f"waterfill_{basis}.safetensors"
+def file_name(bases: Bases) -> str:
+    """Return the name of the kept calibration of these bases."""
+    if bases.values != USUAL.values:
+        return f"{METHOD}_{bases.keys}_{bases.values}.safetensors"
+    return f"{METHOD}.safetensors" if bases == USUAL else f"{METHOD}_{bases.keys}.safetensors"
 
 
 def write_plan(path: str | os.PathLike[str], plan: StoredPlan) -> None:

@@ -46,7 +46,7 @@ from kvq_tools.evaluation.journal import Journal
 from kvq_tools.evaluation.run import measure_rows
 from kvq_tools.planning import kept
 from kvq_tools.planning.allocation import SIDES, Costs, Widths, costs_of
-from kvq_tools.planning.defaults import MEASURED, METHOD, SCORED, method_with
+from kvq_tools.planning.defaults import MEASURED, METHOD, SCORED, Bases
 from kvq_tools.planning.sensitivity import Sensitivity, one_side
 from kvq_tools.planning.unmeasured import spec_of, widths_within
 
@@ -144,12 +144,12 @@ class Planner:
         calibration: str | None,
         text: str,
         progress: Progress[Any],
-        basis: str = "pairs",
+        bases: Bases,
     ):
         request.check(llama.config)
         self.llama, self.request, self.work, self.progress = llama, request, work, progress
-        self.method, self.basis = kvq.parse(method_with(basis)), basis
-        self.file = calibration or str(work / kept.file_name(basis))
+        self.method, self.bases = kvq.parse(bases.spec()), bases
+        self.file = calibration or str(work / kept.file_name(bases))
         self.calibration = self._calibrated(calibration is not None, text)
         self.prepared = prepare(llama, self.method, self.calibration)
         identity = {
@@ -248,7 +248,7 @@ class Planner:
     ) -> list[Checked]:
         """Measure the best caches of so many bits as a whole, and of other methods those that fit.
         Return them with the best first."""
-        equal = resolved(f"{METHOD}:bits={bits:g},key_basis={self.basis}", self.calibration)
+        equal = resolved(self.bases.spec(bits), self.calibration)
         ours = {
             planned[0]: planned[1]
             for planned in (

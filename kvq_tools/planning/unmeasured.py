@@ -21,7 +21,7 @@ from kvq_jax.methods.waterfill.widths import written
 from kvq_jax.types.array_types import ModelDims
 from kvq_models.calibration.file import Calibration, resolved
 from kvq_tools.planning.allocation import Costs, Widths, costs_of, shared_out
-from kvq_tools.planning.defaults import METHOD
+from kvq_tools.planning.defaults import METHOD, Bases
 
 
 def stored_tokens(config: ModelDims, context: int) -> tuple[int, ...]:
@@ -51,11 +51,13 @@ def widths_within(
 
 def spec_of(widths: Sequence[Sequence[Widths]], spec: CacheSpec | None = None) -> CacheSpec:
     """Return the spec of waterfill with these widths (keys, values) for each layer, and the windows
-    and the basis of keys of `spec`, by default waterfill's."""
+    and the bases of `spec`, by default waterfill's."""
     spec = spec or kvq.parse(METHOD)
     keys, values = (per_layer([written(both[side]) for both in widths]) for side in (0, 1))
-    basis = cast("Waterfill", spec.k).key_basis
-    method = Waterfill(k_widths=keys, v_widths=values, key_basis=basis)
+    bases = Bases.of(spec.k)
+    method = Waterfill(
+        k_widths=keys, v_widths=values, key_basis=bases.keys, value_basis=bases.values
+    )
     return dataclasses.replace(spec, k=method, v=method)
 
 
@@ -63,8 +65,9 @@ def planned(
     spec: CacheSpec, calibration: Calibration, config: ModelDims, context: int
 ) -> CacheSpec:
     """Return waterfill with the widths that its calibration gives, in sequences of `context`
-    tokens. If all layers keep as many, each shares out the same number of bits."""
-    if len(set(stored_tokens(config, context))) == 1:
+    tokens. If all layers keep as many, each shares out the same number of bits; so does each if
+    values have no energies, which say what a bit of them is worth."""
+    if len(set(stored_tokens(config, context))) == 1 or not Bases.of(spec.k).predicted:
         return resolved(spec, calibration)
     bits = cast("Waterfill", spec.k).bits
     widths = widths_within(costs_of(calibration, {}), bits, config, context)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import bisect
+import itertools
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,13 +26,14 @@ from kvq_tools.cli import cache_sizes, inputs, interruption, plan_speed, plan_ta
 from kvq_tools.cli.console import UserError, bar, format_bytes, input_errors, loading, print_json
 from kvq_tools.planning import figure, kept, unmeasured
 from kvq_tools.planning.defaults import (
-    BASES,
+    KEY_BASES,
     LENGTH,
     METHOD,
     SAMPLES,
     SCORED,
+    VALUE_BASES,
     WINDOW,
-    method_with,
+    Bases,
 )
 from kvq_tools.planning.measuring import FACTOR, Checked, Planner, PlanRequest
 
@@ -103,52 +105,67 @@ def _missing_text(options: argparse.Namespace) -> str | None:
         return None if _kept(options, _bases(options)) else _text_needed(options)
 
 
-def _kept(options: argparse.Namespace, bases: Sequence[str]) -> dict[str, str]:
-    """Return the calibrations of these bases of keys that earlier plans kept."""
-    files = {basis: kept.calibration_file(options.model, basis) for basis in bases}
-    return {basis: str(file) for basis, file in files.items() if file.is_file()}
+def _kept(options: argparse.Namespace, choices: Sequence[Bases]) -> dict[Bases, str]:
+    """Return the calibrations of these bases that earlier plans kept."""
+    files = {bases: kept.calibration_file(options.model, bases) for bases in choices}
+    return {bases: str(file) for bases, file in files.items() if file.is_file()}
 
 
 def _text_needed(options: argparse.Namespace) -> str:
-    of_basis = "" if options.key_basis in (None, "pairs") else f" with keys in {options.key_basis}"
+    choices = _bases(options)
+    asked = choices[0].flags() if len(choices) == 1 else ""
+    of_bases = f" with{asked}" if asked else ""
     return (
-        f"--text FILE to measure, or --calibration F: no plan of {options.model!r}{of_basis} was"
+        f"--text FILE to measure, or --calibration F: no plan of {options.model!r}{of_bases} was"
         " made yet"
     )
 
 
-def _bases(options: argparse.Namespace) -> tuple[str, ...]:
-    """Return the bases of keys to plan with, by default the one of a given calibration, or pairs.
-    Raises UserError or ValueError, in one line, for a calibration beside --key-basis best."""
-    if options.key_basis == "best":
-        if options.calibration is not None:
+def _bases(options: argparse.Namespace) -> tuple[Bases, ...]:
+    """Return the bases to plan with, by default those of a given calibration, or the usual ones.
+    Raises UserError or ValueError, in one line, if they cannot be compared."""
+    usual = Bases()
+    if options.calibration and Path(options.calibration).is_file():
+        usual = Bases.of(calibrated_spec(options.calibration).k)
+    asked = []
+    for flag, default, every in zip(
+        ("key_basis", "value_basis"), usual, (KEY_BASES, VALUE_BASES), strict=True
+    ):
+        choice = getattr(options, flag)
+        asked.append(every if choice == "best" else (choice or default,))
+        if choice == "best" and options.calibration is not None:
             raise UserError(
-                "--key-basis best needs a calibration for each basis, and --calibration is one:"
-                " leave it out"
+                f"--{flag.replace('_', '-')} best needs a calibration for each basis, and"
+                " --calibration is one: leave it out"
             )
-        return BASES
-    if options.key_basis is None and options.calibration and Path(options.calibration).is_file():
-        return (getattr(calibrated_spec(options.calibration).k, "key_basis", "pairs"),)
-    return (options.key_basis or "pairs",)
+    choices = tuple(itertools.starmap(Bases, itertools.product(*asked)))
+    unmeasured = options.fast or options.text is None
+    if unmeasured and len(choices) > 1 and not all(bases.predicted for bases in choices):
+        raise UserError(
+            "values in a rotation have no prediction to compare: give --text without --fast, or"
+            " --key-basis and --value-basis without best"
+        )
+    return choices
 
 
 def _fast(
-    options: argparse.Namespace, config: LlamaConfig, context: int, bits: Mapping[str, float]
+    options: argparse.Namespace, config: LlamaConfig, context: int, bits: Mapping[Bases, float]
 ) -> dict[str, Any]:
     """Return the plan that calibrations give by themselves."""
     files = _calibrations(options, config, list(bits))
     caches, best = list[dict[str, Any]](), list[tuple[float, str, str]]()
-    for basis, file in files.items():
+    for bases, file in files.items():
         with input_errors():
-            calibration = check_calibration(kvq.parse(method_with(basis)), config, file)
+            calibration = check_calibration(kvq.parse(bases.spec()), config, file)
             assert calibration is not None, f"{METHOD} needs a calibration"
-            of_basis = {
-                level: _predicted(level, basis, calibration, config, context, options)
-                for level in sorted({*SHOWN, bits[basis]})
+            of_bases = {
+                level: _predicted(level, bases, calibration, config, context, options)
+                for level in sorted({*SHOWN, bits[bases]})
             }
-        caches += of_basis.values()
-        chosen = of_basis[bits[basis]]
-        best.append((chosen["predicted_kl"], chosen["name"], file))
+        caches += of_bases.values()
+        chosen = of_bases[bits[bases]]
+        # without a prediction it is the only one
+        best.append((chosen["predicted_kl"] or 0.0, chosen["name"], file))
     _, chosen, file = min(best)
     return {
         "text": options.text,
@@ -161,15 +178,15 @@ def _fast(
 
 
 def _calibrations(
-    options: argparse.Namespace, config: LlamaConfig, bases: Sequence[str]
-) -> dict[str, str]:
-    """Return a calibration's file for each basis of keys: made of the text, given, or those that
+    options: argparse.Namespace, config: LlamaConfig, choices: Sequence[Bases]
+) -> dict[Bases, str]:
+    """Return a calibration's file for each choice of bases: made of the text, given, or those that
     earlier plans kept."""
     if options.text is not None:
-        return {planner.basis: planner.file for planner in _planners(options, config, bases)}
+        return {planner.bases: planner.file for planner in _planners(options, config, choices)}
     if options.calibration is not None:
-        return {basis: options.calibration for basis in bases}
-    if not (files := _kept(options, bases)):
+        return {bases: options.calibration for bases in choices}
+    if not (files := _kept(options, choices)):
         raise UserError(f"kvq plan needs {_text_needed(options)}")
     return files
 
@@ -178,7 +195,7 @@ def _measured(
     options: argparse.Namespace,
     config: LlamaConfig,
     context: int,
-    bits: Mapping[str, float],
+    bits: Mapping[Bases, float],
     budget: float | int,
 ) -> dict[str, Any]:
     """Return the plan that measurements on a text give."""
@@ -192,7 +209,7 @@ def _measured(
     planners = _planners(options, config, list(bits))
     for planner in planners:
         advice = f"the same command continues from {str(planner.work)!r}"
-        level = bits[planner.basis]
+        level = bits[planner.bases]
         with interruption.advised(advice), input_errors():
             costs = planner.costs()
             # other methods are read once
@@ -219,7 +236,9 @@ def _measured(
         "caches": sorted(caches, key=lambda cache: (cache["bits"], cache["measured_kl"] or 0)),
         "prediction": prediction([one for one, _ in checked]),
         "sides": [
-            side | {"key_basis": planner.basis} for planner in planners for side in planner.sides
+            side | {"key_basis": planner.bases.keys, "value_basis": planner.bases.values}
+            for planner in planners
+            for side in planner.sides
         ],
     }
 
@@ -237,9 +256,9 @@ def prediction(checked: list[Checked]) -> dict[str, Any]:
 
 
 def _planners(
-    options: argparse.Namespace, config: LlamaConfig, bases: Sequence[str]
+    options: argparse.Namespace, config: LlamaConfig, choices: Sequence[Bases]
 ) -> list[Planner]:
-    """Check the request, load the model and calibrate each basis of keys."""
+    """Check the request, load the model and calibrate for each choice of bases."""
     text = text_input.read_text(options.text)
     ids = text_input.encode(text_input.need_tokenizer(options.model, "read the text"), text)
     window = min(WINDOW, config.positions) if options.window is None else options.window
@@ -263,7 +282,8 @@ def _planners(
     ):
         name = Path(options.text).name
         planners = [
-            Planner(llama, request, work, options.calibration, name, bar, basis) for basis in bases
+            Planner(llama, request, work, options.calibration, name, bar, bases)
+            for bases in choices
         ]
     for planner in planners:  # one pass of the full-precision model serves all
         planner.sensitivity = planners[0].sensitivity
@@ -272,20 +292,20 @@ def _planners(
 
 def budgets(
     asked: float | int,
-    bases: Sequence[str],
+    choices: Sequence[Bases],
     config: LlamaConfig,
     batch: int,
     context: int,
     dtype: str,
-) -> dict[str, float]:
-    """Return the bits of a budget for each basis of keys that fits it. Raises ValueError, in one
+) -> dict[Bases, float]:
+    """Return the bits of a budget for each choice of bases that fits it. Raises ValueError, in one
     line, if none does."""
     if isinstance(asked, float):
-        return dict.fromkeys(bases, asked)
-    fitting, refusals = dict[str, float](), list[ValueError]()
-    for basis in bases:
+        return dict.fromkeys(choices, asked)
+    fitting, refusals = dict[Bases, float](), list[ValueError]()
+    for bases in choices:
         try:
-            fitting[basis] = most_bits(asked, config, batch, context, dtype, basis)
+            fitting[bases] = most_bits(asked, config, batch, context, dtype, bases)
         except ValueError as error:
             refusals.append(error)
     if not fitting:
@@ -294,14 +314,13 @@ def budgets(
 
 
 def most_bits(
-    budget: int, config: LlamaConfig, batch: int, context: int, dtype: str, basis: str = "pairs"
+    budget: int, config: LlamaConfig, batch: int, context: int, dtype: str, bases: Bases
 ) -> float:
     """Return the most bits whose resident bytes fit, to 1/16. Raises ValueError, in one line, if
     not even the fewest do."""
 
     def size(sixteenths: int) -> int:
-        spec = f"{METHOD}:bits={sixteenths / 16},key_basis={basis}"
-        return kvq.size.of(spec, config, batch, context, dtype).resident
+        return kvq.size.of(bases.spec(sixteenths / 16), config, batch, context, dtype).resident
 
     choices = range(16 * FEWEST_BITS, 16 * MOST_BITS + 1)
     fitting = bisect.bisect_right(choices, budget, key=size)
@@ -328,14 +347,14 @@ def described(
 
 def _predicted(
     bits: float,
-    basis: str,
+    bases: Bases,
     calibration: Calibration,
     config: LlamaConfig,
     context: int,
     options: argparse.Namespace,
 ) -> dict[str, Any]:
     """Return the facts about waterfill with so many bits, as its calibration distributes them."""
-    asked = kvq.parse(f"{METHOD}:bits={bits},key_basis={basis}")
+    asked = kvq.parse(bases.spec(bits))
     spec = unmeasured.planned(asked, calibration, config, context)
     facts = described(str(spec), bits, config, options.batch, context, options.dtype)
     return facts | {"predicted_kl": predicted_divergence(spec, calibration), "measured_kl": None}

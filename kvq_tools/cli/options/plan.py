@@ -7,7 +7,15 @@ import re
 
 from kvq_jax.peak_rates import DEVICES
 from kvq_tools.cli.options import shared, values
-from kvq_tools.planning.defaults import BASES, LENGTH, MEASURED, SAMPLES, WINDOW, WINDOWS
+from kvq_tools.planning.defaults import (
+    KEY_BASES,
+    LENGTH,
+    MEASURED,
+    SAMPLES,
+    VALUE_BASES,
+    WINDOW,
+    WINDOWS,
+)
 
 _BITS = re.compile(r"(\d+(?:\.\d+)?) *bits?", re.IGNORECASE)
 
@@ -43,6 +51,8 @@ examples:
   kvq plan smollm2 --text wiki.txt --budget 20MiB --context 8192 --batch 4 \\
       --out plan.json
   kvq generate smollm2 --prompt "It was" --cache plan.json
+  kvq plan smollm2 --text wiki.txt --budget 2.5bits --key-basis eigen \\
+      --value-basis rotation
   kvq plan smollm2 --budget 3bits       (fast, from what the first command kept)
   kvq plan path/to/model --calibration w.safetensors --device h200 \\
       --tokens-per-second 2000 --context 32768 --batch 32"""
@@ -71,11 +81,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--key-basis",
-        choices=(*BASES, "best"),
+        choices=(*KEY_BASES, "best"),
         help=(
-            "waterfill's channels of keys: RoPE pairs, which GPU kernels read too, an eigenbasis,"
-            " which only CPUs read, or the better of both (default: pairs, or what --calibration"
-            " was made for)"
+            "waterfill's channels of keys: RoPE pairs, which all kernels read fastest, an"
+            " eigenbasis, whose KL is lower, or the better of both (default: pairs, or what"
+            " --calibration was made for)"
+        ),
+    )
+    parser.add_argument(
+        "--value-basis",
+        choices=(*VALUE_BASES, "best"),
+        help=(
+            "waterfill's channels of values: an eigenbasis, a fixed rotation, whose KL is lower"
+            " beside keys in an eigenbasis, or the better of both (default: eigen, or what"
+            " --calibration was made for)"
         ),
     )
     shared.add_sequences(parser)

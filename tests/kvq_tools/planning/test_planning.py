@@ -17,7 +17,7 @@ from kvq_tools.cli.commands import plan
 from kvq_tools.evaluation import measure_rows
 from kvq_tools.planning import kept, measuring, sensitivity
 from kvq_tools.planning.allocation import SIDES, Costs, costs_of, shared_out
-from kvq_tools.planning.defaults import BASES
+from kvq_tools.planning.defaults import KEY_BASES
 from kvq_tools.planning.sensitivity import Sensitivity, one_side
 from kvq_tools.planning.unmeasured import spec_of
 
@@ -173,7 +173,7 @@ def test_a_measured_plan_goes_on_from_what_was_measured_and_takes_the_cache_of_t
     ours = [name for name in checked if "waterfill" in name]
     assert {"key_basis=eigen" in name for name in ours} == {True, False}
     sides = {(side["key_basis"], side["layer"], side["side"]) for side in found["sides"]}
-    assert sides == set(itertools.product(BASES, range(2), SIDES))
+    assert sides == set(itertools.product(KEY_BASES, range(2), SIDES))
     assert found["prediction"]["factor"] >= 1
     assert kept.read_plan(tmp_path / "plan.json").spec == kvq.parse(found["chosen"])
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
