@@ -39,8 +39,8 @@ def print_plan(result: dict[str, Any], options: argparse.Namespace) -> None:
     else:
         kind = "they only rank caches" if error["ranks_only"] else f"within a factor of {FACTOR:g}"
         print_line(
-            "KL in nats per token. Predictions add up the costs of the sides; the worst is"
-            f" {error['factor']:.2f} times off: {kind}"
+            "KL in nats per token. Predictions add up the costs of the sides; on other windows the"
+            f" worst is {error['factor']:.2f} times off: {kind}"
         )
     for path, written in ((options.out, "the cache"), (options.picture, "the picture")):
         if path:

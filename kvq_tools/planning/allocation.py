@@ -11,6 +11,10 @@ measured over the predicted divergence if the side was measured; in between, its
 interpolated in n. The costs of layers and sides are assumed to add up. A price per bit turns the
 budget into an independent choice for each layer and side, and is found by bisection.
 
+Measured ratios are those of few windows. Widths that are the best for them pay for their noise on
+others, so before a budget is shared out, the logarithms of a side's ratios are moved towards their
+mean over layers at the same bits (docs/decisions/planner.md).
+
 A model has at most PROFILES different pairs of widths, because layers of equal widths share
 compiled programs.
 """
@@ -19,6 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -30,6 +35,7 @@ from kvq_jax.methods.waterfill.widths import chunk_energies, template_chunks
 from kvq_models.calibration.file import Calibration
 
 PROFILES = 6
+KEPT = 0.7  # of a ratio's distance from the mean over layers, in logarithms
 SIDES: tuple[Side, Side] = ("k", "v")
 HALVINGS = 60
 
@@ -71,6 +77,22 @@ class Costs:
             if known
             else 1.0
         )
+
+    def shrunk(self) -> Costs:
+        """Return costs to choose widths by: those of other windows, as far as these tell."""
+        alike = dict[tuple[Side, int], list[float]]()
+        for (_, side), ratios in self.ratios.items():
+            for n, ratio in ratios.items():
+                alike.setdefault((side, n), []).append(math.log(ratio))
+        means = {key: sum(logs) / len(logs) for key, logs in alike.items()}
+        shrunk = {
+            (layer, side): {
+                n: math.exp(KEPT * math.log(ratio) + (1 - KEPT) * means[side, n])
+                for n, ratio in ratios.items()
+            }
+            for (layer, side), ratios in self.ratios.items()
+        }
+        return dataclasses.replace(self, ratios=shrunk)
 
     def total(self, widths: Sequence[Sequence[Widths]]) -> float:
         """Return the predicted KL of a whole cache: the sum over layers and sides."""

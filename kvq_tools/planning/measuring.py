@@ -4,9 +4,9 @@ caches.
     1. calibrate waterfill on the first half of the text
     2. for every layer and side, and MEASURED bits: measure KL with only that side read through the
        cache, on windows of the second half
-    3. choose widths for a budget from these (allocation.py)
-    4. measure through the real cache: this cache, waterfill with equal shares, and the largest
-       cache of each other method that fits
+    3. choose widths for a budget from these, shrunk towards their mean (allocation.py)
+    4. measure through the real cache, on other windows: this cache, waterfill with equal shares,
+       and the largest cache of each other method that fits
 
 Every number goes to a journal at once, from which the same request continues.
 """
@@ -84,8 +84,18 @@ class PlanRequest(NamedTuple):
 
     @property
     def rows(self) -> Int[np.ndarray, "B T"]:
+        """Return the windows on which sides are measured."""
+        return self._windows(0)
+
+    @property
+    def held_out(self) -> Int[np.ndarray, "B T"]:
+        """Return the windows on which whole caches are measured: between those of the sides, which
+        the widths were chosen for."""
+        return self._windows(1)
+
+    def _windows(self, first: int) -> Int[np.ndarray, "B T"]:
         ids = self.halves[1]
-        starts = np.linspace(0, len(ids) - self.window, self.windows).astype(int)
+        starts = np.linspace(0, len(ids) - self.window, 2 * self.windows).astype(int)[first::2]
         return np.stack([ids[start : start + self.window] for start in starts]).astype(np.int32)
 
     @property
@@ -102,10 +112,11 @@ class PlanRequest(NamedTuple):
                 f"windows of {self.window} tokens leave nothing to quantize: give at least"
                 f" {least + SCORED}"
             )
-        needed = max(2 * self.window, 2 * (self.length + 1))
+        needed = 2 * max(2 * self.windows * self.window, self.length + 1)
         if len(self.ids) < needed:
             raise ValueError(
-                f"the text has {len(self.ids)} tokens, and a plan needs at least {needed}"
+                f"the text has {len(self.ids)} tokens, and a plan needs at least {needed}: half to"
+                f" calibrate on, half for {2 * self.windows} windows of {self.window}"
             )
 
 
@@ -158,6 +169,7 @@ class Planner:
             "calibration": hashlib.sha256(Path(self.file).read_bytes()).hexdigest(),
             "window": request.window,
             "windows": request.windows,
+            "held_out": request.windows,
         }
         name = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:12]
         self.journal = Journal(work / f"measured-{name}.jsonl", identity)
@@ -240,7 +252,7 @@ class Planner:
     def planned(self, costs: Costs, bits: float, context: int) -> tuple[CacheSpec, float]:
         """Return waterfill with widths for so many stored bits of sequences of `context` tokens,
         and its predicted KL."""
-        widths = widths_within(costs, bits, self.llama.config, context)
+        widths = widths_within(costs.shrunk(), bits, self.llama.config, context)
         return spec_of(widths, self.method), costs.total(widths)
 
     def check(
@@ -261,7 +273,7 @@ class Planner:
         for spec in self.progress(missing, "checking caches"):
             llama = self.prepared if spec in ours else prepare(self.llama, spec)
             (quality,) = measure_rows(
-                [(llama, spec)], jnp.asarray(self.request.rows), prompt=self.request.prompt
+                [(llama, spec)], jnp.asarray(self.request.held_out), prompt=self.request.prompt
             )
             self.journal.add(f"cache {spec}", {"kl": float(quality.kl.mean())})
         checked = [

@@ -263,7 +263,11 @@ def _planners(
     ids = text_input.encode(text_input.need_tokenizer(options.model, "read the text"), text)
     window = min(WINDOW, config.positions) if options.window is None else options.window
     request = PlanRequest(
-        np.asarray(ids, np.int32), window, options.windows, SAMPLES, min(LENGTH, config.positions)
+        np.asarray(ids, np.int32),
+        window,
+        0 if options.fast else options.windows,
+        SAMPLES,
+        min(LENGTH, config.positions),
     )
     with input_errors():
         if window > config.positions or window <= SCORED:

@@ -11,13 +11,15 @@ import numpy as np
 import pytest
 
 import kvq_jax as kvq
-from kvq_models import load_llama, prepare, save_calibration
+from kvq_models import EMBEDDED, load_llama, prepare, save_calibration
 from kvq_models.calibration.fit import calibrate
+from kvq_models.llama import open_checkpoint
 from kvq_tools.cli.commands import plan
 from kvq_tools.evaluation import measure_rows
 from kvq_tools.planning import kept, measuring, sensitivity
 from kvq_tools.planning.allocation import SIDES, Costs, costs_of, shared_out
 from kvq_tools.planning.defaults import KEY_BASES
+from kvq_tools.planning.measuring import PlanRequest
 from kvq_tools.planning.sensitivity import Sensitivity, one_side
 from kvq_tools.planning.unmeasured import spec_of
 
@@ -184,3 +186,26 @@ def test_a_measured_plan_goes_on_from_what_was_measured_and_takes_the_cache_of_t
     )
     anew = dict.fromkeys(("seconds", "out", "picture"))
     assert run_json(request) | anew == found | anew
+
+
+def test_ratios_shrink_towards_the_mean_over_layers_before_a_budget_is_shared_out():
+    energies = np.ones((2, 2, 8))
+    ratios = {(0, "k"): {16: 1.0, 24: 5.0}, (1, "k"): {16: 100.0, 24: 5.0}, (1, "v"): {16: 3.0}}
+    shrunk = Costs(energies, ratios).shrunk()
+    assert shrunk.ratio(0, "k", 16) == pytest.approx(10**0.3)
+    assert shrunk.ratio(1, "k", 16) == pytest.approx(10**1.7)
+    assert shrunk.ratio(0, "k", 24) == shrunk.ratio(1, "k", 24) == pytest.approx(5)
+    assert shrunk.ratio(1, "v", 16) == pytest.approx(3), "alone, it is the mean"
+    assert Costs(energies, {}).shrunk().ratio(0, "v", 16) == 1.0
+
+
+def test_whole_caches_are_measured_on_other_windows_than_sides():
+    config = open_checkpoint.read_config(EMBEDDED)
+    request = PlanRequest(np.arange(8000, dtype=np.int32), 600, 3, 2, 512)
+    sides, whole = ({*rows.reshape(-1).tolist()} for rows in (request.rows, request.held_out))
+    assert len(sides) == len(whole) == 3 * 600
+    assert not sides & whole
+    assert min(sides | whole) >= 4000, "the first half is what the calibration reads"
+    with pytest.raises(ValueError, match="has 7199 tokens, and a plan needs at least 7200"):
+        request._replace(ids=request.ids[:7199]).check(config)
+    request._replace(ids=request.ids[:7200]).check(config)
