@@ -8,6 +8,7 @@ it, window by window. `python -m benchmarks.results_page` writes the file.
 
 from __future__ import annotations
 
+import itertools
 import os
 import pathlib
 from collections.abc import Iterator, Sequence
@@ -45,20 +46,21 @@ was measured, the `{OURS}` cache with the least KL among those that are no large
 same windows, which are of other domains than the calibration's. Brackets are 95 % intervals, t, of
 the logs of the ratios, widened by rounding. Bits are resident, for {{batch}} of
 {CONTEXT // 1024}K tokens of {llama_8b.NAME}; all caches keep the same tokens exact. In the small
-model, and at the {LENGTH} tokens at which KL was measured, the matrices of `{OURS}` weigh more, and
+model, and at the 2K or 4K tokens at which KL was measured, the matrices of `{OURS}` weigh more, and
 its caches take more memory than most of those that they stand beside (column MiB of the protocol's
 pages)."""
 
 
 def compared(
-    report: ProtocolReport, reading: str, batch: int
+    report: ProtocolReport, reading: str, batch: int, context: int = LENGTH
 ) -> Iterator[tuple[Row, Row | None, Estimate | None]]:
     """Yield each other cache, the smallest first, the waterfill cache beside it, and the ratio of
     their KL; None without a waterfill cache that is no larger.
 
     Args:
-        reading: of the protocol, at LENGTH tokens.
+        reading: of the protocol.
         batch: index of the batch whose bytes are compared, in COMPARED_BATCHES.
+        context: tokens before those that are scored.
     """
 
     def size(row: Row) -> int:
@@ -68,7 +70,7 @@ def compared(
         (
             row
             for row in report.rows
-            if (row.context, row.reading, row.own_windows) == (LENGTH, reading, False)
+            if (row.context, row.reading, row.own_windows) == (context, reading, False)
             and row.cache != EXACT
         ),
         key=size,
@@ -105,19 +107,25 @@ def contents(files: Sequence[pathlib.Path] = SOURCES) -> str:
             continue
         report = ProtocolReport.read(file)
         parts.append(f"![KL over resident bytes, {report.model}]({_picture(file)})")
-        for reading in READINGS:
-            if any(best for _, best, _ in compared(report, reading, 0)):
+        contexts = sorted({row.context for row in report.rows} | {LENGTH}, key=_distance)
+        for context, reading in itertools.product(contexts, READINGS):
+            if any(best for _, best, _ in compared(report, reading, 0, context)):
+                of_context = "" if context == LENGTH else f", {context} tokens"
                 parts += [
-                    f"## {report.model}, {WORDS[reading]}",
+                    f"## {report.model}, {WORDS[reading]}{of_context}",
                     f"[All numbers]({file.stem}.md).",
-                    table(HEAD, _lines(report, reading)),
-                    _counted(report, reading),
+                    table(HEAD, _lines(report, reading, context)),
+                    _counted(report, reading, context),
                 ]
     return "\n\n".join(parts) + "\n"
 
 
-def _lines(report: ProtocolReport, reading: str) -> Iterator[tuple[str, ...]]:
-    for row, best, ratio in compared(report, reading, 0):
+def _distance(context: int) -> int:
+    return abs(context - LENGTH)  # the usual one first
+
+
+def _lines(report: ProtocolReport, reading: str, context: int) -> Iterator[tuple[str, ...]]:
+    for row, best, ratio in compared(report, reading, 0, context):
         beside = (
             ("", "", "", "")
             if best is None or ratio is None
@@ -137,11 +145,11 @@ def _cells(report: ProtocolReport, row: Row) -> tuple[str, str, str]:
     )
 
 
-def _counted(report: ProtocolReport, reading: str) -> str:
+def _counted(report: ProtocolReport, reading: str, context: int) -> str:
     """Say how many comparisons end in which verdict, by the bytes of each batch."""
     said = []
     for at, batch in enumerate(COMPARED_BATCHES):
-        verdicts = [verdict(ratio) for _, _, ratio in compared(report, reading, at)]
+        verdicts = [verdict(ratio) for _, _, ratio in compared(report, reading, at, context)]
         counts = [f"{verdicts.count(name)} {name}" for name in dict.fromkeys(sorted(verdicts))]
         said.append(f"By the bytes of {_sequences(batch)}: {', '.join(counts)}.")
     return " ".join(said)
