@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from kvq_jax.methods.base import Method
 from kvq_tools.evaluation.defaults import STEP
+
+if TYPE_CHECKING:  # the options of a command are declared without JAX
+    from kvq_jax.methods.base import Method
 
 METHOD = "waterfill"
 KEY_BASES, VALUE_BASES = ("pairs", "eigen"), ("eigen", "rotation")
