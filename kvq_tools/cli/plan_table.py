@@ -31,7 +31,9 @@ def print_plan(result: dict[str, Any], options: argparse.Namespace) -> None:
     title = f"{result['model']}, {result['batch']} x {result['context']} tokens"
     print_table(title, rows, texts=("", "cache"))
     error = result["prediction"]
-    if error is None:
+    if all(cache["predicted_kl"] is None for cache in result["caches"]):
+        print_line("values in a rotation have no prediction of KL: --text measures it")
+    elif error is None:
         print_line(
             "KL in nats per token, to second order, of tokens outside the windows: this ranks"
             " budgets; kvq eval measures one"
@@ -61,7 +63,7 @@ def _number(kl: float | None) -> str:
 
 def _short(name: str) -> str:
     """Return a cache's name without the digits of its widths. The last line has them."""
-    if not name.startswith(f"{METHOD}:k_widths"):
+    if not name.startswith(f"{METHOD}:") or "k_widths" not in name:
         return name
     bases = Bases.of(kvq.parse(name).k)
     return METHOD if bases == Bases() else bases.spec()

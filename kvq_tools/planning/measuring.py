@@ -116,7 +116,8 @@ class PlanRequest(NamedTuple):
         if len(self.ids) < needed:
             raise ValueError(
                 f"the text has {len(self.ids)} tokens, and a plan needs at least {needed}: half to"
-                f" calibrate on, half for {2 * self.windows} windows of {self.window}"
+                f" calibrate on, half for {2 * self.windows} windows of {self.window};"
+                " --windows and --window make them fewer or shorter"
             )
 
 

@@ -167,6 +167,9 @@ def test_a_plan_measures_values_in_a_rotation_and_auto_finds_it(
     alone = run_json("plan", shallow, *sizes[2:], "--calibration", found["calibration"])
     assert Bases.of(method_of(alone["chosen"])) == rotated, "a calibration decides its bases"
     assert {one["predicted_kl"] for one in alone["caches"]} == {None}
+    _, out, _ = run("plan", shallow, *sizes[2:], "--calibration", found["calibration"])
+    assert "values in a rotation have no prediction of KL" in out
+    assert out.count("k_widths") == 1, "widths are in the last line alone"
 
     code, _, err = run("plan", shallow, *sizes[2:], "--key-basis=eigen", "--value-basis=best")
     assert code
