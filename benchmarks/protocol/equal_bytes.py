@@ -46,7 +46,7 @@ was measured, the `{OURS}` cache with the least KL among those that are no large
 same windows, which are of other domains than the calibration's. Brackets are 95 % intervals, t, of
 the logs of the ratios, widened by rounding. Bits are resident, for {{batch}} of
 {CONTEXT // 1024}K tokens of {llama_8b.NAME}; all caches keep the same tokens exact. In the small
-model, and at the 2K or 4K tokens at which KL was measured, the matrices of `{OURS}` weigh more, and
+model, and at the contexts at which KL was measured, the matrices of `{OURS}` weigh more, and
 its caches take more memory than most of those that they stand beside (column MiB of the protocol's
 pages)."""
 

@@ -170,7 +170,7 @@ class Planner:
             "calibration": hashlib.sha256(Path(self.file).read_bytes()).hexdigest(),
             "window": request.window,
             "windows": request.windows,
-            "held_out": request.windows,
+            "held_out": request.windows,  # between which the others lie
         }
         name = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:12]
         self.journal = Journal(work / f"measured-{name}.jsonl", identity)

@@ -51,12 +51,12 @@ def widths_within(
 
 def spec_of(widths: Sequence[Sequence[Widths]], spec: CacheSpec | None = None) -> CacheSpec:
     """Return the spec of waterfill with these widths (keys, values) for each layer, and the windows
-    and the bases of `spec`, by default waterfill's."""
+    and other options of `spec`, by default waterfill's. Widths replace its bits."""
     spec = spec or kvq.parse(METHOD)
     keys, values = (per_layer([written(both[side]) for both in widths]) for side in (0, 1))
-    bases = Bases.of(spec.k)
-    method = Waterfill(
-        k_widths=keys, v_widths=values, key_basis=bases.keys, value_basis=bases.values
+    bits = Waterfill().bits  # the default, which a spec's text leaves out
+    method = dataclasses.replace(
+        cast("Waterfill", spec.k), bits=bits, k_widths=keys, v_widths=values
     )
     return dataclasses.replace(spec, k=method, v=method)
 
