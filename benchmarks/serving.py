@@ -264,7 +264,7 @@ def checked_options(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = checked_options(argv)
-    plain, _ = load_llama(args.model, dtype="float32", weights="dense")
+    plain, _ = load_llama(args.model, dtype="float32")
     requests = requests_of(args.requests, args.prompt, args.new, plain.config.vocab_size)
     rows = []
     for cache in args.timed if args.slots else ():
