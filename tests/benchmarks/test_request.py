@@ -30,7 +30,7 @@ def row(system: str, step_ms: float) -> RequestRow:
 def test_short_prompts_of_every_way_come_before_long_ones():
     cells = list(plan.cells(tuple(plan.WAYS), tuple(plan.MODULES), (1024, 128), (1, 2)))
     assert [cell.prompt for cell in cells] == sorted(cell.prompt for cell in cells)
-    assert len(set(cells)) == len(cells) == 2 * 2 * (13 + 4)
+    assert len(set(cells)) == len(cells) == 2 * 2 * (14 + 4)
     only = list(plan.cells([plan.SMOLLM2], [plan.LLAMA_CPP], (128,), (1,)))
     assert [cell.way for cell in only] == ["f16", "f16, two products", "q8_0", "q4_0"]
 
@@ -141,3 +141,14 @@ def test_the_peak_of_a_process_is_not_that_of_the_one_that_started_it():
     code = "from benchmarks.cpu.request import child; print(child.peak_bytes())"
     alone = int(subprocess.check_output([sys.executable, "-c", code], text=True))
     assert 0 < alone < large.nbytes <= child.peak_bytes()
+
+
+def test_exact_attention_is_judged_beside_the_products_that_it_cannot_do_without():
+    attention = dataclasses.replace(row(plan.KVQ, 2.0), way=f"{plan.ATTENTION}dense")
+    products = dataclasses.replace(row(plan.KVQ, 2.5), way=plan.PRODUCTS, first_ms=32.0)
+    text = goals.goals([attention, products])
+    said = "| smollm2 | 1 | 128 | dense |"
+    speed = f"| attention's speed over a plain product's {said} 0.50 | at least 0.7 | missed |"
+    assert speed in text
+    assert f"| attention of a token over its two products {said} 0.80 | at most 1 | met |" in text
+    assert not goals.goals([attention])

@@ -16,6 +16,7 @@ MODULES = {
 }
 SMOLLM2 = "smollm2"
 ATTENTION = "attention of a layer, "
+PRODUCTS = f"{ATTENTION}products alone"
 WAYS: dict[str, dict[str, tuple[str, ...]]] = {
     SMOLLM2: {
         KVQ: (
@@ -24,6 +25,7 @@ WAYS: dict[str, dict[str, tuple[str, ...]]] = {
             "kivi:bits=4, int8 activations",
             f"{ATTENTION}kivi:bits=4",
             f"{ATTENTION}dense",
+            PRODUCTS,
         ),
         LLAMA_CPP: ("f16", "f16, two products", "q8_0", "q4_0"),
         TRANSFORMERS: ("float32", "bfloat16", "float32, 4 bits"),

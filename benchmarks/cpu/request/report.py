@@ -22,7 +22,9 @@ process held, its libraries and, as far as it was read, a mapped file included. 
 for 8,192 positions: longer prompts show its speed alone."""
 OF_ATTENTION = """\
 Rows of one layer's attention alone add the prompt's rows to the cache and attend, then do so for
-one token at a time."""
+one token at a time. Products alone are what no attention can do without, in XLA: a prompt's
+multiplications at the speed of the fastest product of square matrices, and for a token
+a softmax between two products with all keys and values."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,5 +1,5 @@
 """Measure kvq. A way is `SPEC`, `SPEC, int8 activations`, or `SPEC, dense weights`, or begins with
-`attention of a layer, ` and a spec."""
+`attention of a layer, ` and a spec, or `products alone`: the bound of its multiplications."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvq_jax as kvq
-from benchmarks.cpu.request.child import Request, measured_by, request_times
+from benchmarks.cpu.request.child import Request, measured_by, request_times, timed
+from benchmarks.cpu.request.plan import ATTENTION, PRODUCTS
 from kvq_models import prepare
 from kvq_models.inference.generation import STREAM_STEPS, advance, begun, generation_settings
 from kvq_models.inference.prompts import lowered_prompt, read_prompt
 from kvq_models.llama.checkpoint import load_weights, open_checkpoint
 
-INT8, DENSE, ATTENTION = ", int8 activations", ", dense weights", "attention of a layer, "
+INT8, DENSE = ", int8 activations", ", dense weights"
+SIDES = 512, 1024, 2048  # of the square matrices whose products are timed
 
 
 def measure(request: Request) -> dict[str, Any]:
@@ -26,6 +28,8 @@ def measure(request: Request) -> dict[str, Any]:
     jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(request.folder, "programs")))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     named = {"version": f"{kvq.__version__}, JAX {jax.__version__}"}
+    if request.way == PRODUCTS:
+        return {**named, **_products(request)}
     if request.way.startswith(ATTENTION):
         return {**named, **_attention(request)}
     spec = request.way.removesuffix(INT8).removesuffix(DENSE)
@@ -84,7 +88,11 @@ def _attention(request: Request) -> dict[str, Any]:
     )
     capacity = request.prompt + request.steps + 2
     dims = kvq.CacheDims(1, heads, kv_heads, head_dim, config.max_position_embeddings)
-    cache = kvq.init_cache(request.way.removeprefix(ATTENTION), dims, 1, capacity, "float32")
+    spec = request.way.removeprefix(ATTENTION)
+
+    def empty() -> Any:
+        return kvq.init_cache(spec, dims, 1, capacity, "float32")
+
     random = np.random.default_rng(0)
 
     def rows(tokens: int) -> tuple[jax.Array, ...]:
@@ -97,17 +105,70 @@ def _attention(request: Request) -> dict[str, Any]:
             out, step = kvq.append_and_attend(step, q, k, v)
             return out, kvq.finish(step)
 
-        return jax.jit(run, donate_argnums=0).lower(cache, *(prompt if prefill else one)).compile()
+        arrays = prompt if prefill else one
+        return jax.jit(run, donate_argnums=0).lower(empty(), *arrays).compile()
 
     prompt, one = rows(request.prompt), rows(1)
-    reading, stepping, state = program(True), program(False), [cache]
+    reading, stepping = program(True), program(False)
+    state: list[Any] = []
     if request.warm:
         return {}
+
+    def reset() -> None:
+        state[:] = [jax.block_until_ready(empty())]
 
     def run(compiled: Any, arrays: tuple[jax.Array, ...]) -> None:
         state[:] = [jax.block_until_ready(compiled(state[0], *arrays))[1]]
 
-    return request_times(lambda: run(reading, prompt), lambda: run(stepping, one), request.steps)
+    return request_times(
+        lambda: run(reading, prompt),
+        lambda: run(stepping, one),
+        request.steps,
+        readings=request.readings,
+        reset=reset,
+    )
+
+
+def _products(request: Request) -> dict[str, Any]:
+    """Time what attention of one layer cannot do without, in XLA: for the prompt, as many
+    multiplications as causal attention has, at the speed of the fastest product of square matrices;
+    for a token, a softmax between two products, of queries with keys and of weights with values."""
+    config = open_checkpoint(request.model).config
+    heads, kv_heads, head_dim = (
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        config.head_dim,
+    )
+    random = np.random.default_rng(0)
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(random.standard_normal(shape, np.float32))
+
+    squares = {side: normal(side, side) for side in SIDES}
+    multiply = {side: jax.jit(jnp.matmul).lower(a, a).compile() for side, a in squares.items()}
+    q, rows = normal(kv_heads, heads // kv_heads, head_dim), (kv_heads, request.prompt, head_dim)
+    k, v = normal(*rows), normal(*rows)
+
+    def two_products(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        weights = jax.nn.softmax(jnp.einsum("kgh,ksh->kgs", q, k), axis=-1)
+        return jnp.einsum("kgs,ksh->kgh", weights, v)
+
+    step = jax.jit(two_products).lower(q, k, v).compile()
+    if request.warm:
+        return {}
+    milliseconds_each = min(
+        timed(lambda side=side: jax.block_until_ready(multiply[side](*[squares[side]] * 2)))
+        / side**3
+        for side in SIDES
+        for _ in range(10)
+    )
+    multiplications = heads * head_dim * request.prompt * (request.prompt + 1)
+
+    def token() -> None:
+        jax.block_until_ready(step(q, k, v))
+
+    times = request_times(lambda: None, token, request.steps)
+    return {**times, "first_ms": round(multiplications * milliseconds_each, 3)}
 
 
 if __name__ == "__main__":
