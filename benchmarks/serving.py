@@ -42,6 +42,7 @@ from kvq_models.inference.engine.prefixes import PrefixStore
 from kvq_models.inference.engine.requests import Request, Token
 from kvq_models.inference.padding import bucket
 from kvq_models.llama.config import LlamaConfig
+from kvq_models.llama.flat_llama import FlatLlama
 from kvq_models.llama.model import Llama
 
 CACHES = ("dense", "kivi:bits=4", "kivi:bits=2")
@@ -94,6 +95,7 @@ def one_at_a_time(
     """Generate for one request after another. Every prompt and the loop run once before, so that
     they are compiled."""
     size = kvq.size.nbytes(kvq.cache.layout(cache, llama.config, 1, capacity))
+    model = FlatLlama(llama)
 
     def generated(request: Request, most: int) -> float:
         """Return the seconds to the first token, once all are there."""
@@ -103,11 +105,11 @@ def one_at_a_time(
         state = jax.block_until_ready(
             generation.start(llama, empty, [request.prompt], None, settings)
         )
-        state = generation.advance(llama, state, settings, jnp.int32(1))
+        state = generation.advance(model, state, settings, jnp.int32(1))
         jax.block_until_ready(state.tokens)
         first = time.perf_counter() - began
         if most > 1:
-            jax.block_until_ready(generation.advance(llama, state, settings, jnp.int32(most)))
+            jax.block_until_ready(generation.advance(model, state, settings, jnp.int32(most)))
         return first
 
     widths = {(bucket(len(r.prompt)), bucket(r.max_new_tokens)): r for r in requests}

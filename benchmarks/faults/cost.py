@@ -28,6 +28,7 @@ from kvq_models.inference.engine.accepted import VACANT, Accepted
 from kvq_models.inference.engine.requests import Request
 from kvq_models.inference.engine.sweep import SHARE, Sweep
 from kvq_models.inference.row_sampling import row_rules
+from kvq_models.llama.flat_llama import FlatLlama
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,6 +63,7 @@ def measured(
     """Return the fields of the report."""
     plain, _ = load_llama(model, dtype="float32")
     llama, rng = prepare(plain, spec), np.random.default_rng(0)
+    arrays = FlatLlama(llama)
     cache = kvq.init_cache(spec, llama.config, slots, capacity)
     cache = dataclasses.replace(cache, lengths=jax.device_put(np.full(slots, tokens, np.int32)))
     offsets = programs.no_offsets(slots, llama.config.vocab_size, None)
@@ -74,7 +76,7 @@ def measured(
 
     def step(cache: kvq.cache.Cache, offsets: programs.Offsets) -> tuple:
         return programs.step_slots(
-            llama,
+            arrays,
             cache,
             offsets,
             rng.integers(0, llama.config.vocab_size, slots).astype(np.int32),

@@ -22,6 +22,7 @@ from kvq_models.inference import generation
 from kvq_models.inference.generation import STREAM_STEPS, GenerationSettings, GenerationState
 from kvq_models.inference.padding import bucket, padded
 from kvq_models.inference.sampling import Sampling
+from kvq_models.llama.flat_llama import FlatLlama
 from kvq_models.llama.model import Llama
 from kvq_tools.cli.console import UserError
 from kvq_tools.cli.handover import SavedPrompt, can_shorten, shortened
@@ -75,7 +76,7 @@ class Conversation:
         system: str | None = None,
         saved: SavedPrompt | None = None,
     ) -> None:
-        self._llama = llama
+        self._llama, self._model = llama, FlatLlama(llama)
         self._tokenizer = tokenizer
         self._new_cache = new_cache
         self._settings = settings
@@ -179,7 +180,7 @@ class Conversation:
         answer = self._hold(state, turn, before)
         while not (self._ended(answer) or len(answer) == settings.max_new_tokens or stopped()):
             until = jnp.int32(min(len(answer) + STREAM_STEPS, settings.max_new_tokens))
-            state = generation.advance(self._llama, state, settings, until)
+            state = generation.advance(self._model, state, settings, until)
             answer = self._hold(state, turn, before)
             yield answer
         if self._ended(answer):

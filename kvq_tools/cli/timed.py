@@ -25,6 +25,7 @@ from kvq_models.inference.generation import Generated, GenerationSettings, Gener
 from kvq_models.inference.prompts import lowered_prompt
 from kvq_models.inference.sampling import Sampling
 from kvq_models.inference.speculation import History
+from kvq_models.llama.flat_llama import FlatLlama
 from kvq_models.llama.model import Llama
 
 
@@ -60,6 +61,7 @@ class TimedGeneration:
         reading: AbstractContextManager[None] | None = None,
     ):
         self._llama, self._cache, self._logits = llama, cache, logits
+        self._model = FlatLlama(llama)
         new = [prompt[known:] or prompt[:1]]  # what the cache holds is not read again
         self._tokens, self._lengths = decoding.checked_tokens(
             llama, cache, new, None, new_tokens=max_new_tokens - (logits is not None)
@@ -112,9 +114,9 @@ class TimedGeneration:
 
     def _advance(self, state: GenerationState, until: Array) -> GenerationState:
         if self._history is None:
-            return generation.advance(self._llama, state, self._settings, until)
+            return generation.advance(self._model, state, self._settings, until)
         state, self._history = speculation.advance(
-            self._llama, state, self._history, self._settings, until, self._drafts
+            self._model, state, self._history, self._settings, until, self._drafts
         )
         return state
 
@@ -191,9 +193,10 @@ def _lowered_steps(
     history: History | None,
     drafts: int,
 ) -> Lowered:
+    model = FlatLlama(llama)
     if history is None:
-        return generation.advance.lower(llama, state, settings, jnp.int32(0))
-    return speculation.advance.lower(llama, state, history, settings, jnp.int32(0), drafts)
+        return generation.advance.lower(model, state, settings, jnp.int32(0))
+    return speculation.advance.lower(model, state, history, settings, jnp.int32(0), drafts)
 
 
 def _begin_counters(state: GenerationState) -> None:

@@ -18,6 +18,7 @@ from kvq_models import prepare
 from kvq_models.inference.generation import STREAM_STEPS, advance, begun, generation_settings
 from kvq_models.inference.prompts import lowered_prompt, read_prompt
 from kvq_models.llama.checkpoint import load_weights, open_checkpoint
+from kvq_models.llama.flat_llama import FlatLlama
 
 INT8, DENSE = ", int8 activations", ", dense weights"
 SIDES = 512, 1024, 2048  # of the square matrices whose products are timed
@@ -37,6 +38,7 @@ def measure(request: Request) -> dict[str, Any]:
     options["weights"] = "dense" if request.way.endswith(DENSE) else "packed"
     checkpoint = open_checkpoint(request.model)
     llama = prepare(load_weights(checkpoint, dtype="float32", **options), spec)
+    model = FlatLlama(llama)
     calls = -(-request.steps // STREAM_STEPS)
     most = STREAM_STEPS * (calls + 1)
     cache = kvq.init_cache(spec, llama.config, 1, request.prompt + most, "float32")
@@ -46,7 +48,7 @@ def measure(request: Request) -> dict[str, Any]:
     for program in lowered_prompt(llama, cache, tokens, lengths):
         program.compile()
     logits = jnp.zeros((1, llama.config.vocab_size), jnp.float32)
-    looping = advance.lower(llama, begun(cache, logits, most), settings, jnp.int32(0)).compile()
+    looping = advance.lower(model, begun(cache, logits, most), settings, jnp.int32(0)).compile()
     if request.warm:
         return named
     state: list[Any] = []
@@ -58,7 +60,7 @@ def measure(request: Request) -> dict[str, Any]:
         state.append(jax.block_until_ready(empty))
 
     def until(tokens: int) -> None:
-        state[:] = [looping(llama, state[0], settings, jnp.int32(tokens))]
+        state[:] = [looping(model, state[0], settings, jnp.int32(tokens))]
         jax.block_until_ready(state[0].tokens)
 
     def first_token() -> None:

@@ -26,6 +26,7 @@ from kvq_models.inference.decoding import decode_step, implementations
 from kvq_models.inference.padding import bucket, cropped
 from kvq_models.inference.prompts import read_prompt
 from kvq_models.inference.sampling import Sampling, sample
+from kvq_models.llama.flat_llama import FlatLlama
 from kvq_models.llama.model import Llama
 
 STREAM_STEPS = 8  # tokens in a segment of a stream
@@ -138,7 +139,7 @@ def generate(
     """
     settings = generation_settings(max_new_tokens, sampling, eos_ids, key, implementation)
     state = start(llama, cache, tokens, lengths, settings)
-    state = advance(llama, state, settings, jnp.int32(max_new_tokens))
+    state = advance(FlatLlama(llama), state, settings, jnp.int32(max_new_tokens))
     return generated(state, max_new_tokens)
 
 
@@ -167,10 +168,11 @@ def stream(
     llama: Llama, state: GenerationState, settings: GenerationSettings
 ) -> Iterator[Generated]:
     """Continue from the loop's first state (`begun`) as `generate_stream` does."""
+    model = FlatLlama(llama)
     most, until = settings.max_new_tokens, 0
     while until < most and not np.asarray(state.ended).all():
         until = min(until + STREAM_STEPS, most)
-        state = advance(llama, state, settings, jnp.int32(until))
+        state = advance(model, state, settings, jnp.int32(until))
         yield generated(state, most)
 
 
@@ -236,13 +238,13 @@ def begun_counters(batch: int, width: int, everywhere: NamedSharding | None) -> 
 
 @functools.partial(jax.jit, donate_argnames="state")
 def advance(
-    llama: Llama, state: GenerationState, settings: GenerationSettings, until: Int[Array, ""]
+    model: FlatLlama, state: GenerationState, settings: GenerationSettings, until: Int[Array, ""]
 ) -> GenerationState:
     """Generate until `until` tokens exist or every row has ended. One program serves `generate`,
     its stream and ahead-of-time compilation."""
     with crossing(state.cache.placement) as mesh:
-        llama, state, settings, until = mesh.taken((llama, state, settings, until))
-        return _loop(llama, state, settings, until)
+        model, state, settings, until = mesh.taken((model, state, settings, until))
+        return _loop(model.llama(), state, settings, until)
 
 
 def _loop(

@@ -39,6 +39,7 @@ from kvq_models.inference.generation import (
 from kvq_models.inference.layers import run_layers
 from kvq_models.inference.method_parameters import parameters_for
 from kvq_models.inference.padding import bucket
+from kvq_models.llama.flat_llama import FlatLlama
 from kvq_models.llama.model import Llama
 
 # lengths of the text that must have occurred before; the longer one is looked up first
@@ -86,7 +87,8 @@ def generate_drafted(
     tokens, lengths = checked_tokens(llama, cache, tokens, lengths, new_tokens=max_new_tokens)
     state = start(llama, cache, tokens, lengths, settings)
     history = begun_history(tokens, lengths, max_new_tokens)
-    state, _ = advance(llama, state, history, settings, jnp.int32(max_new_tokens), drafts)
+    model = FlatLlama(llama)
+    state, _ = advance(model, state, history, settings, jnp.int32(max_new_tokens), drafts)
     return generated(state, max_new_tokens)
 
 
@@ -107,7 +109,7 @@ def begun_history(tokens: Int[Array, "B T"], lengths: LengthsB, max_new_tokens: 
 
 @functools.partial(jax.jit, static_argnames="drafts", donate_argnames="state")
 def advance(
-    llama: Llama,
+    model: FlatLlama,
     state: GenerationState,
     history: History,
     settings: GenerationSettings,
@@ -116,6 +118,7 @@ def advance(
 ) -> tuple[GenerationState, History]:
     """Generate until every row has `until` tokens or has ended. state.step counts the model's
     steps."""
+    llama = model.llama()
 
     def live(now: GenerationState) -> Bool[Array, "B"]:
         return ~now.ended & (now.lengths < until)

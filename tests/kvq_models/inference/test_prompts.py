@@ -12,6 +12,7 @@ import kvq_jax as kvq
 from kvq_models import Llama, prepare
 from kvq_models.inference import generation, prompts
 from kvq_models.inference.prompts import by_layers, lowered_prompt, prompt_program, read_prompt
+from kvq_models.llama.flat_llama import FlatLlama
 from kvq_tools.cli.timed import compile_generation
 from tests.kvq_models.checkpoints import random_llama, random_tokens, tiny_config
 
@@ -111,5 +112,5 @@ def test_what_is_compiled_ahead_is_all_that_a_generation_runs(compiled):
     ahead = len(compiled)
     assert ahead, "compilations are not counted"
     state = generation.start(llama, cache, tokens, lengths, settings)
-    jax.block_until_ready(generation.advance(llama, state, settings, jax.numpy.int32(8)))
+    jax.block_until_ready(generation.advance(FlatLlama(llama), state, settings, jax.numpy.int32(8)))
     assert compiled[ahead:] == []

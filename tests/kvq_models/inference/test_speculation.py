@@ -13,6 +13,7 @@ from kvq_models import Llama, generate, generate_drafted, prepare
 from kvq_models.inference import speculation
 from kvq_models.inference.generation import Generated
 from kvq_models.inference.speculation import History, look_up
+from kvq_models.llama.flat_llama import FlatLlama
 from tests.exhaustive import some
 from tests.kvq_models.checkpoints import random_llama, tiny_config
 
@@ -117,7 +118,9 @@ def test_a_text_that_repeats_itself_takes_fewer_steps():
         settings,
     )
     begun = speculation.begun_history(tokens, lengths, NEW)
-    state, history = speculation.advance(llama, state, begun, settings, jnp.int32(NEW), DRAFTS)
+    state, history = speculation.advance(
+        FlatLlama(llama), state, begun, settings, jnp.int32(NEW), DRAFTS
+    )
     assert NEW / (1 + DRAFTS) <= int(state.step) < NEW
     assert history.tokens[0, : LENGTHS[0] + NEW].tolist() == [
         *PROMPTS[0, : LENGTHS[0]],

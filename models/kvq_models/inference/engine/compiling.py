@@ -20,13 +20,14 @@ from kvq_models.inference.engine import programs
 from kvq_models.inference.engine.accepted import VACANT
 from kvq_models.inference.prompts import lowered_prompt, read_prompt
 from kvq_models.inference.row_sampling import row_rules
+from kvq_models.llama.flat_llama import FlatLlama
 from kvq_models.llama.model import Llama
 
 Kind: TypeAlias = tuple[int, bool]  # the width of a program, and True if it scores the prompt
 
 
 def compile_at_once(
-    llama: Llama,
+    model: FlatLlama,
     cache: Cache,
     row: Cache,
     offsets: programs.Offsets,
@@ -41,7 +42,7 @@ def compile_at_once(
     program's inputs.
 
     Args:
-        llama: the model.
+        model: the arrays of a Llama.
         cache: the slots' cache.
         row: the cache of a prompt.
         offsets: what requests add to the logits.
@@ -50,6 +51,7 @@ def compile_at_once(
         implementation: of attention.
         beside: other work for these threads.
     """
+    llama = model.llama()
     slots, vacant = cache.batch, row_rules([VACANT])
     none = np.zeros(slots, np.int32)
     step = none, none > 0, none.astype(np.float32), np.bool_(False), row_rules([VACANT] * slots)
@@ -59,7 +61,7 @@ def compile_at_once(
         if cache.placement is None:
             for lowered in (
                 # the one that takes longest begins first
-                lambda: [programs.step_slots.lower(llama, cache, offsets, *step, implementation)],
+                lambda: [programs.step_slots.lower(model, cache, offsets, *step, implementation)],
                 lambda: lowered_prompt(llama, row, *chunk, False, implementation),
                 lambda: [
                     programs.fill_slot.lower(

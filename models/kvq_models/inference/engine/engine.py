@@ -47,6 +47,7 @@ from kvq_models.inference.engine.requests import (
 from kvq_models.inference.engine.sweep import Sweep
 from kvq_models.inference.method_parameters import parameters_for
 from kvq_models.inference.row_sampling import Drawn, row_rules
+from kvq_models.llama.flat_llama import FlatLlama
 from kvq_models.llama.model import Llama
 
 # of prefill programs; the last is the longest chunk that other requests wait for
@@ -98,7 +99,7 @@ class Engine:
                 "slots on a mesh split heads and tokens and keep no prefixes: got"
                 f" {placement}{kept}"
             )
-        self.llama, self.queue_limit = llama, queue_limit
+        self.llama, self._model, self.queue_limit = llama, FlatLlama(llama), queue_limit
         self.implementation: Implementation = implementation
         self.widths = tuple(sorted({min(width, capacity) for width in widths}))
         self._row_layout = layout(spec, llama.config, 1, capacity, dtype, placement)
@@ -156,7 +157,7 @@ class Engine:
         rows, sweep, self._rows, self._sweep = self._rows, self._sweep, None, None
         buffers = self.cache, self._row, self._offsets, self._no_logits
         beside = () if rows is None else (lambda: rows.scope,)
-        compile_at_once(self.llama, *buffers, self.widths[0], self.implementation, beside)
+        compile_at_once(self._model, *buffers, self.widths[0], self.implementation, beside)
         for request in (Request((0,) * self.widths[0], 0), Request((0,), 2)):
             self.submit(request)
             while not self.idle:
@@ -358,7 +359,7 @@ class Engine:
         penalties = np.array([one.penalty if one else 0 for one in self._slots], np.float32)
         biased = any(one is not None and one.request.biased for one in self._slots)
         drawn, self.cache, self._offsets = programs.step_slots(
-            self.llama,
+            self._model,
             self.cache,
             self._offsets,
             tokens,

@@ -24,6 +24,7 @@ from kvq_models.inference.engine.requests import MOST_BIASED
 from kvq_models.inference.layer_by_layer import NewLengths, NewTokens
 from kvq_models.inference.prompts import read_hidden
 from kvq_models.inference.row_sampling import Drawn, RowRules, draw, most_likely
+from kvq_models.llama.flat_llama import FlatLlama
 from kvq_models.llama.model import HiddenBTD, Llama
 
 SCORED = 32  # prompt tokens whose logits exist at a time
@@ -54,7 +55,7 @@ def _constrained(offsets: Offsets, placement: Placement | None) -> Offsets:
 
 @functools.partial(jax.jit, static_argnames="implementation", donate_argnames=("cache", "offsets"))
 def step_slots(
-    llama: Llama,
+    model: FlatLlama,
     cache: Cache,
     offsets: Offsets,
     tokens: Int[Array, "B"],
@@ -71,6 +72,7 @@ def step_slots(
     """
     # vacant rows cost attention nothing
     cache = dataclasses.replace(cache, lengths=jnp.where(active, cache.lengths, 0))
+    llama = model.llama()
     logits, cache = decode_step(llama, cache, tokens, active, implementation=implementation)
     rows = jnp.arange(len(tokens))
     offsets, shifted = lax.cond(
