@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32, UInt32
 
 from kvq_jax.types.pytree import pytree
-from kvq_models.inference.sampling import Sampling
+from kvq_models.inference.sampling import Sampling, best_token
 
 Given = Array | np.ndarray
 
@@ -89,7 +89,7 @@ def draw(
     """
     samples = rules.temperature > 0
     asked = logits if shifted is None else shifted
-    best = jnp.argmax(asked, axis=-1).astype(jnp.int32)
+    best = best_token(asked)
     token = lax.cond(
         jnp.any(samples), lambda: jnp.where(samples, _random(asked, rules), best), lambda: best
     )

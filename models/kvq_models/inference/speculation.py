@@ -39,6 +39,7 @@ from kvq_models.inference.generation import (
 from kvq_models.inference.layers import run_layers
 from kvq_models.inference.method_parameters import parameters_for
 from kvq_models.inference.padding import bucket
+from kvq_models.inference.sampling import best_token
 from kvq_models.llama.flat_llama import FlatLlama
 from kvq_models.llama.model import Llama
 
@@ -125,7 +126,7 @@ def advance(
 
     def one(carry: tuple[GenerationState, History]) -> tuple[GenerationState, History]:
         now, history = carry
-        first = jnp.argmax(now.logits, axis=-1).astype(jnp.int32)[:, None]
+        first = best_token(now.logits)[:, None]
         known = _added(history, first, live(now)[:, None])
         asked = jnp.concatenate([first, look_up(known, drafts)], axis=1)  # [B, T]
         most = 1 + jnp.minimum(until - now.lengths - 1, _until_ageing(now.cache))
@@ -141,7 +142,7 @@ def advance(
         hidden, cache = run_layers(llama, step, asked)
         logits = llama.logits(hidden)  # [B, T, V]
         ends = jnp.isin(asked, jnp.array(settings.eos_ids, jnp.int32))
-        best = jnp.argmax(logits[:, :-1], axis=-1).astype(jnp.int32)
+        best = best_token(logits[:, :-1])
         right = (asked[:, 1:] == best) & ~ends[:, :-1]
         taken = jnp.concatenate([jnp.ones_like(first, bool), right], axis=1) & (
             jnp.arange(1 + drafts, dtype=jnp.int32)[None] < count[:, None]

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvq_models.inference.row_sampling import MOST_ALTERNATIVES, RowRules, draw, row_rules
-from kvq_models.inference.sampling import Sampling, sample
+from kvq_models.inference.sampling import Sampling, best_token, sample
 
 VOCABULARY, ROWS = 96, 8
 RULES = (
@@ -75,3 +75,12 @@ def test_alternatives_are_the_most_probable_tokens():
     np.testing.assert_array_equal(found.likely, order)
     expected = np.take_along_axis(np.asarray(jax.nn.log_softmax(logits, axis=-1)), order, axis=-1)
     np.testing.assert_allclose(found.likely_logprobs, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_best_token_is_the_first_of_equals_and_in_the_vocabulary():
+    logits = np.random.default_rng(0).integers(0, 4, (5, 7, 9)).astype(np.float32)
+    logits[0, 0], logits[0, 1, 2] = -np.inf, np.inf
+    best = np.asarray(best_token(jnp.asarray(logits)))
+    np.testing.assert_array_equal(best, logits.argmax(axis=-1))
+    assert not np.array_equal(best, np.full_like(best, 8) - logits[..., ::-1].argmax(axis=-1))
+    assert 0 <= int(best_token(jnp.full((9,), jnp.nan))) < 9

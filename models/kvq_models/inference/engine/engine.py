@@ -51,7 +51,7 @@ from kvq_models.llama.flat_llama import FlatLlama
 from kvq_models.llama.model import Llama
 
 # of prefill programs; the last is the longest chunk that other requests wait for
-WIDTHS = (64, 128, 256)
+WIDTHS = (64, 96, 128, 192, 256)
 COMPILING_SECONDS = 0.05  # for which a round without slots waits for a program
 
 _log = logging.getLogger("kvq.engine")
