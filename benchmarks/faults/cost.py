@@ -80,6 +80,8 @@ def measured(
             cache,
             offsets,
             rng.integers(0, llama.config.vocab_size, slots).astype(np.int32),
+            np.zeros(slots, np.int32),
+            np.zeros(slots, bool),
             np.ones(slots, bool),
             np.zeros(slots, np.float32),
             np.bool_(False),

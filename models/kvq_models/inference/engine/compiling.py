@@ -53,8 +53,9 @@ def compile_at_once(
     """
     llama = model.llama()
     slots, vacant = cache.batch, row_rules([VACANT])
-    none = np.zeros(slots, np.int32)
-    step = none, none > 0, none.astype(np.float32), np.bool_(False), row_rules([VACANT] * slots)
+    none, nobody = np.zeros(slots, np.int32), np.zeros(slots, bool)
+    rules = row_rules([VACANT] * slots)
+    step = none, none, nobody, nobody, none.astype(np.float32), np.bool_(False), rules
     chunk = np.zeros((1, width), np.int32), np.zeros(1, np.int32)
     with ThreadPoolExecutor(2) as threads:
         done: list[Future[Any]] = [threads.submit(work) for work in beside]

@@ -29,12 +29,12 @@ from kvq_jax.cache.spec import CacheSpec
 from kvq_jax.placement.placement import Placement
 from kvq_models.inference.decoding import implementations
 from kvq_models.inference.engine import programs
-from kvq_models.inference.engine.accepted import VACANT, Accepted, Counts
+from kvq_models.inference.engine.accepted import Accepted, Counts
 from kvq_models.inference.engine.compiling import Compiler, compile_at_once
 from kvq_models.inference.engine.limits import QUEUE_LIMIT
 from kvq_models.inference.engine.prefix_rows import PrefixRows
 from kvq_models.inference.engine.prefixes import PrefixStore
-from kvq_models.inference.engine.reading import read_chunk
+from kvq_models.inference.engine.reading import chunk_of, read_chunk
 from kvq_models.inference.engine.requests import (
     Ended,
     Event,
@@ -44,6 +44,7 @@ from kvq_models.inference.engine.requests import (
     Request,
     Ticket,
 )
+from kvq_models.inference.engine.steps import Step, begin_step, can_run_ahead
 from kvq_models.inference.engine.sweep import Sweep
 from kvq_models.inference.method_parameters import parameters_for
 from kvq_models.inference.row_sampling import Drawn, row_rules
@@ -192,6 +193,7 @@ class Engine:
         self._row = init_cache(spec, dims, 1, capacity, dtype, placement)
         vocabulary = dims.vocab_size
         self._no_logits = jax.device_put(np.zeros((1, vocabulary), np.float32))
+        self._under_way: Step | None = None
         self._offsets = programs.no_offsets(rows, vocabulary, placement)
 
     def submit(self, request: Request) -> Ticket:
@@ -300,7 +302,7 @@ class Engine:
             return self._queue[0] if self._queue else None
         for accepted in list(self._queue):
             chunks = range(0, len(accepted.request.prompt), self.widths[-1])
-            widths = sorted({self._chunk(accepted, read)[1] for read in chunks})
+            widths = sorted({chunk_of(accepted, read, self.widths)[1] for read in chunks})
             kinds = [(width, accepted.request.prompt_logprobs) for width in widths]
             try:
                 if self._compiler.ready(kinds, first=accepted is self._queue[0]):
@@ -313,15 +315,9 @@ class Engine:
             self._compiler.wait(COMPILING_SECONDS)
         return None
 
-    def _chunk(self, accepted: Accepted, read: int) -> tuple[int, int]:
-        """Return the number of prompt tokens to read after `read` of them, and the width of the
-        program that reads them."""
-        count = min(len(accepted.request.prompt) - read, self.widths[-1])
-        return count, next(width for width in self.widths if width >= count)
-
     def _prefill(self, accepted: Accepted) -> jax.Array:
         """Read the next chunk of a prompt and return the logits [1, V] after it."""
-        count, width = self._chunk(accepted, accepted.read)
+        count, width = chunk_of(accepted, accepted.read, self.widths)
         logits, self._row = read_chunk(
             self.llama, self._row, accepted, count, width, self.implementation
         )
@@ -346,33 +342,33 @@ class Engine:
             np.int32(slot),
             logits,
             programs.padded_bias(accepted.request.bias),
-            row_rules([accepted.rule]),
+            row_rules([accepted.rule_after(0)]),
         )
         return jax.tree.map(np.asarray, drawn)
 
     def _step(self, events: list[Event]) -> None:
-        active = np.array([accepted is not None for accepted in self._slots])
-        if not active.any():
-            return
-        tokens = np.array([accepted.last if accepted else 0 for accepted in self._slots], np.int32)
-        rules = row_rules([accepted.rule if accepted else VACANT for accepted in self._slots])
-        penalties = np.array([one.penalty if one else 0 for one in self._slots], np.float32)
-        biased = any(one is not None and one.request.biased for one in self._slots)
-        drawn, self.cache, self._offsets = programs.step_slots(
-            self._model,
-            self.cache,
-            self._offsets,
-            tokens,
-            active,
-            penalties,
-            np.bool_(biased),
-            rules,
-            self.implementation,
+        """Begin the next step before the tokens of the last one are read, if it can run ahead."""
+        before = self._under_way
+        step, self.cache, self._offsets = begin_step(
+            self._model, self.cache, self._offsets, self._slots, before, self.implementation
         )
-        drawn = jax.tree.map(np.asarray, drawn)
-        self.counts.steps += 1
-        for slot, accepted in enumerate(self._slots):
-            if accepted is not None and not self._take(accepted, drawn, slot, events):
+        self.counts.steps += step is not None
+        self._under_way = step
+        if before is not None:
+            self._end_step(before, events)
+        # tokens are not to wait for a prompt that the next round reads
+        reads = self._reading is not None or (self._queue and None in self._slots)
+        alone = reads or self._sweep is not None or self.placement is not None
+        if step is not None and (alone or not can_run_ahead(self._slots)):
+            self._under_way = None
+            self._end_step(step, events)
+
+    def _end_step(self, step: Step, events: list[Event]) -> None:
+        drawn = jax.tree.map(np.asarray, step.drawn)
+        for slot, accepted in enumerate(step.slots):
+            if accepted is None or accepted is not self._slots[slot]:
+                continue  # it ended after the step had begun
+            if not self._take(accepted, drawn, slot, events):
                 self._slots[slot] = None
 
     def _take(self, accepted: Accepted, drawn: Drawn, row: int, events: list[Event]) -> bool:

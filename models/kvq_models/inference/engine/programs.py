@@ -58,7 +58,9 @@ def step_slots(
     model: FlatLlama,
     cache: Cache,
     offsets: Offsets,
-    tokens: Int[Array, "B"],
+    known: Int[Array, "B"],
+    before: Int[Array, "B"],
+    ahead: Bool[Array, "B"],
     active: Bool[Array, "B"],
     penalties: Float[Array, "B"],
     biased: Bool[Array, ""],
@@ -67,9 +69,12 @@ def step_slots(
 ) -> tuple[Drawn, Cache, Offsets]:
     """Add one token to every active slot and draw the next ones. Other slots become empty.
 
+    known, before, ahead: the token to add is known on the host, or is that of the step before if
+    this one runs ahead of it.
     penalties: subtracted from the logits of `tokens` from now on. biased: True if a slot has
     offsets. Otherwise they cost nothing.
     """
+    tokens = jnp.where(ahead, before, known)
     # vacant rows cost attention nothing
     cache = dataclasses.replace(cache, lengths=jnp.where(active, cache.lengths, 0))
     llama = model.llama()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import numpy as np
 
@@ -11,6 +13,13 @@ from kvq_models.inference.engine import programs
 from kvq_models.inference.engine.accepted import Accepted
 from kvq_models.inference.prompts import read_prompt
 from kvq_models.llama.model import Llama
+
+
+def chunk_of(accepted: Accepted, read: int, widths: Sequence[int]) -> tuple[int, int]:
+    """Return the number of prompt tokens to read after `read` of them, and the width of the program
+    that reads them."""
+    count = min(len(accepted.request.prompt) - read, widths[-1])
+    return count, next(width for width in widths if width >= count)
 
 
 def read_chunk(
