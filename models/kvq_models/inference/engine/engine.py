@@ -7,8 +7,9 @@ and leave as soon as they are done.
         for event in engine.advance(): ...
 
 One cache has a row for each slot, and one more row takes the prompt that is being read. Shapes
-never change: `step_slots` and `fill_slot` compile once, a prefill once per width. A request's
-tokens depend on the request alone, bit for bit. Drive an engine from one thread.
+never change: `step_slots` and `fill_slot` compile once, a prefill once per width. A step begins
+before the tokens of the last one are read (steps.py). A request's tokens depend on the request
+alone, bit for bit. Drive an engine from one thread.
 """
 
 from __future__ import annotations

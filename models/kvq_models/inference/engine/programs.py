@@ -69,10 +69,10 @@ def step_slots(
 ) -> tuple[Drawn, Cache, Offsets]:
     """Add one token to every active slot and draw the next ones. Other slots become empty.
 
-    known, before, ahead: the token to add is known on the host, or is that of the step before if
-    this one runs ahead of it.
-    penalties: subtracted from the logits of `tokens` from now on. biased: True if a slot has
-    offsets. Otherwise they cost nothing.
+    known, before, ahead: the tokens to add that the host knows, those that the last step drew, and
+    True for a slot that takes the latter.
+    penalties: subtracted from the logits of the added tokens from now on.
+    biased: True if a slot has offsets. Otherwise they cost nothing.
     """
     tokens = jnp.where(ahead, before, known)
     # vacant rows cost attention nothing
