@@ -80,16 +80,23 @@ def measure(request: Request) -> dict[str, Any]:
     return {**named, **times}
 
 
-def _attention(request: Request) -> dict[str, Any]:
-    """Measure append and attend of one layer of the model."""
+def _layer_of(request: Request) -> kvq.CacheDims:
+    """Return the sizes of one layer of the request's model."""
     config = open_checkpoint(request.model).config
-    heads, kv_heads, head_dim = (
+    return kvq.CacheDims(
+        1,
         config.num_attention_heads,
         config.num_key_value_heads,
         config.head_dim,
+        config.hidden_size,
     )
+
+
+def _attention(request: Request) -> dict[str, Any]:
+    """Measure append and attend of one layer of the model."""
+    dims = _layer_of(request)
+    heads, kv_heads, head_dim = dims.num_attention_heads, dims.num_key_value_heads, dims.head_dim
     capacity = request.prompt + request.steps + 2
-    dims = kvq.CacheDims(1, heads, kv_heads, head_dim, config.max_position_embeddings)
     spec = request.way.removeprefix(ATTENTION)
 
     def empty() -> Any:
@@ -135,12 +142,8 @@ def _products(request: Request) -> dict[str, Any]:
     """Time what attention of one layer cannot do without, in XLA: for the prompt, as many
     multiplications as causal attention has, at the speed of the fastest product of square matrices;
     for a token, a softmax between two products, of queries with keys and of weights with values."""
-    config = open_checkpoint(request.model).config
-    heads, kv_heads, head_dim = (
-        config.num_attention_heads,
-        config.num_key_value_heads,
-        config.head_dim,
-    )
+    dims = _layer_of(request)
+    heads, kv_heads, head_dim = dims.num_attention_heads, dims.num_key_value_heads, dims.head_dim
     random = np.random.default_rng(0)
 
     def normal(*shape: int) -> jax.Array:

@@ -12,17 +12,11 @@ from kvq_models import Llama, forward
 from kvq_models.inference.engine import programs
 from kvq_models.inference.engine.compiling import Compiler, Kind
 from kvq_models.inference.engine.requests import Ended, PromptRead, Request, Token
-from tests.kvq_models.checkpoints import random_llama, tiny_config
 from tests.kvq_models.inference.engine.test_engine import VOCABULARY, answer, drained, engine_of
 
 SPEC = "kivi:bits=2,recent=96,block=32"  # nothing is quantized: answers are the model's
 PROMPT = (5, 6, 7, 8)
 every_logit = jax.jit(forward)
-
-
-@pytest.fixture(scope="module")
-def llama() -> Llama:
-    return random_llama(tiny_config(num_hidden_layers=1))
 
 
 def greedy(llama: Llama, request: Request) -> list[int]:

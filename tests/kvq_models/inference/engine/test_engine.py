@@ -23,19 +23,13 @@ from kvq_models.inference.engine.requests import (
     Token,
 )
 from kvq_models.inference.sampling import Sampling
-from tests.kvq_models.checkpoints import random_llama, tiny_config
 
 SPECS = ("kivi:bits=2,recent=8,block=32", "innerq:bits=2,recent=8,block=32")
 SLOTS, CAPACITY, WIDTHS, VOCABULARY = 3, 96, (16, 48), 96
 
 
-@pytest.fixture(scope="module")
-def llama() -> Llama:
-    return random_llama(tiny_config(num_hidden_layers=1))
-
-
-def engine_of(llama: Llama, spec: str = SPECS[0], **options) -> Engine:
-    return Engine(
+def engine_of(llama: Llama, spec: str = SPECS[0], kind: type[Engine] = Engine, **options) -> Engine:
+    return kind(
         prepare(llama, spec),
         spec,
         **({"slots": SLOTS, "capacity": CAPACITY, "widths": WIDTHS} | options),

@@ -2,22 +2,14 @@
 
 import random
 
-import pytest
-
 from kvq_models import Llama
 from kvq_models.inference.engine.engine import Engine
 from kvq_models.inference.engine.prefixes import PrefixStore
 from kvq_models.inference.engine.requests import Request, Token
-from tests.kvq_models.checkpoints import random_llama, tiny_config
 from tests.kvq_models.inference.engine.test_engine import WIDTHS, answer, engine_of
 
 CHUNK = WIDTHS[-1]
 SHARED = tuple(range(3, 3 + CHUNK))
-
-
-@pytest.fixture(scope="module")
-def llama() -> Llama:
-    return random_llama(tiny_config(num_hidden_layers=1))
 
 
 def tokens(events: list[tuple]) -> list[tuple]:

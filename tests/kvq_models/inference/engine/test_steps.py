@@ -7,37 +7,32 @@ import pytest
 
 from kvq_models import Llama
 from kvq_models.inference.engine.engine import Engine
-from kvq_models.inference.engine.requests import Ended, Request, Token
+from kvq_models.inference.engine.requests import Ended, Event, Request, Token
 from tests.kvq_models.inference.engine.test_engine import (
     answer,
     drained,
     engine_of,
-    llama,  # noqa: F401  # a fixture
     some_requests,
 )
 
 PLAIN = Request((1, 2, 3), 6)
 
 
-def tokens_of(events: list) -> list[int]:
+def tokens_of(events: list[Event]) -> list[int]:
     return [event.token for event in events if isinstance(event, Token)]
 
 
-def in_step(engine: Engine) -> Engine:
-    """Return an engine whose steps do not run ahead: each of them is read at once."""
-    step = engine._step
+class InStep(Engine):
+    """An engine whose steps do not run ahead: each of them is read at once."""
 
-    def at_once(events: list) -> None:
-        step(events)
-        if (under_way := engine._under_way) is not None:
-            engine._under_way = None
-            engine._end_step(under_way, events)
-
-    engine._step = at_once  # type: ignore[method-assign]
-    return engine
+    def _step(self, events: list[Event]) -> None:
+        super()._step(events)
+        if (under_way := self._under_way) is not None:
+            self._under_way = None
+            self._end_step(under_way, events)
 
 
-def test_a_step_begins_before_the_tokens_of_the_last_one_are_read(llama: Llama):  # noqa: F811
+def test_a_step_begins_before_the_tokens_of_the_last_one_are_read(llama: Llama):
     engine = engine_of(llama)
     engine.submit(PLAIN)
     first = engine.advance()  # reads the prompt, draws a token, and begins a step
@@ -51,14 +46,14 @@ def test_a_step_begins_before_the_tokens_of_the_last_one_are_read(llama: Llama):
     assert engine.counts.steps == PLAIN.max_new_tokens - 1, "a step drew nothing that was asked for"
 
 
-def test_answers_are_those_of_steps_that_wait(llama: Llama):  # noqa: F811
-    ahead, waiting = engine_of(llama), in_step(engine_of(llama))
+def test_answers_are_those_of_steps_that_wait(llama: Llama):
+    ahead, waiting = engine_of(llama), engine_of(llama, kind=InStep)
     for request in some_requests():
         assert answer(ahead, request) == answer(waiting, request), request
     assert ahead.counts.steps > waiting.counts.steps, "no step ran ahead of an end token"
 
 
-def test_what_a_step_draws_after_the_end_of_an_answer_is_dropped(llama: Llama):  # noqa: F811
+def test_what_a_step_draws_after_the_end_of_an_answer_is_dropped(llama: Llama):
     engine = engine_of(llama, slots=1)
     plain = tokens_of_alone(engine, PLAIN)
     ends = dataclasses.replace(PLAIN, end_ids=(plain[2],))
@@ -78,7 +73,7 @@ def tokens_of_alone(engine: Engine, request: Request) -> list[int]:
 
 
 @pytest.mark.parametrize("name", ["frequency_penalty", "presence_penalty"])
-def test_penalties_count_every_token_before_the_next_step(llama: Llama, name: str):  # noqa: F811
+def test_penalties_count_every_token_before_the_next_step(llama: Llama, name: str):
     engine = engine_of(llama)
     request = dataclasses.replace(PLAIN, **{name: 0.5})
     engine.submit(request)
@@ -87,7 +82,7 @@ def test_penalties_count_every_token_before_the_next_step(llama: Llama, name: st
     assert len(tokens_of(drained(engine))) == request.max_new_tokens - 2
 
 
-def test_tokens_do_not_wait_for_a_prompt(llama: Llama):  # noqa: F811
+def test_tokens_do_not_wait_for_a_prompt(llama: Llama):
     engine = engine_of(llama)
     engine.submit(PLAIN)
     engine.submit(dataclasses.replace(PLAIN, prompt=tuple(range(70))))
@@ -95,7 +90,7 @@ def test_tokens_do_not_wait_for_a_prompt(llama: Llama):  # noqa: F811
     assert engine._under_way is None, "its token would come after the second prompt's first chunk"
 
 
-def test_a_cancelled_answer_gets_no_token_of_a_step_under_way(llama: Llama):  # noqa: F811
+def test_a_cancelled_answer_gets_no_token_of_a_step_under_way(llama: Llama):
     engine = engine_of(llama)
     ticket = engine.submit(PLAIN)
     engine.advance()
