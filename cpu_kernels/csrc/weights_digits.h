@@ -153,8 +153,8 @@ inline void multiply_digits(const PanelProduct& product) {
         case 4:
           add_block<kCode, kGroup, D, 4, 4, 2>(product, panel, block);
           break;
-        default:
-          add_block<kCode, kGroup, D, D == 1 ? 8 : 4, 8, 2>(product, panel, block);
+        default:  // sums of three digits of 8 rows and two vectors would not fit the registers
+          add_block<kCode, kGroup, D, 8, 8, D == 1 ? 2 : 1>(product, panel, block);
       }
     }
 }
@@ -193,11 +193,11 @@ inline void group_to_digits(const DigitRows& rows, const float* x, int64_t g, in
   const float scale = most > 1e-30f ? most / kMost : 0;
   const __m512 factor = _mm512_set1_ps(scale > 0 ? kMost / most : 0);
   const __mmask16 counted = finite ? 0xFFFF : 0;
-  int32_t above = 0, all = 0;
+  __m512i above = _mm512_setzero_si512(), all = above;
   for (int64_t i = 0; i < vectors; i++) {
     __m512i digits[3];
     const __m512i whole = _mm512_cvtps_epi32(_mm512_maskz_mul_ps(counted, entries[i], factor));
-    all += _mm512_reduce_add_epi32(whole);
+    all = _mm512_add_epi32(all, whole);
     digits[D - 1] = whole;
     if constexpr (D == 3) {  // the lowest 8 bits of each, and what they leave
       const auto rest = [](__m512i number) {
@@ -206,7 +206,7 @@ inline void group_to_digits(const DigitRows& rows, const float* x, int64_t g, in
       };
       digits[1] = rest(whole);
       digits[0] = rest(digits[1]);
-      above += _mm512_reduce_add_epi32(digits[1]);
+      above = _mm512_add_epi32(above, digits[1]);
     }
     for (int d = 0; d < D; d++) {
       alignas(16) int32_t words[4];
@@ -217,9 +217,11 @@ inline void group_to_digits(const DigitRows& rows, const float* x, int64_t g, in
   }
   const float known = finite ? scale : __builtin_nanf("");
   rows.scales[at] = known;
-  rows.starts[2 * at] = -rows.offset * above;
-  rows.starts[2 * at + 1] = -rows.offset * (all - 256 * above);
-  if (rows.sums) rows.sums[at] = known * float(all);
+  const int32_t of_all = _mm512_reduce_add_epi32(all);
+  const int32_t of_above = D == 3 ? _mm512_reduce_add_epi32(above) : 0;
+  rows.starts[2 * at] = -rows.offset * of_above;
+  rows.starts[2 * at + 1] = -rows.offset * (of_all - 256 * of_above);
+  if (rows.sums) rows.sums[at] = known * float(of_all);
 }
 
 template <int D>

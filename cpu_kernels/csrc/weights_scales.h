@@ -78,9 +78,9 @@ inline Floats minima_at(const kvq::Scales& minima, int64_t panel, int64_t groups
 // Write outputs from `output` on of a row, as far as there are any.
 inline void put_outputs(const PanelProduct& product, int64_t row, int64_t output, Floats values) {
   const int64_t outputs = product.weights->outputs, room = outputs - output;
-  if (room > 0)
-    std::memcpy(product.y + row * outputs + output, &values,
-                sizeof(float) * size_t(std::min<int64_t>(room, kLanes)));
+  float* const y = product.y + row * outputs + output;
+  if (room >= kLanes) std::memcpy(y, &values, sizeof values);  // of a known size: one instruction
+  else if (room > 0) std::memcpy(y, &values, sizeof(float) * size_t(room));
 }
 
 }  // namespace
