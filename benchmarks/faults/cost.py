@@ -80,12 +80,11 @@ def measured(
             cache,
             offsets,
             rng.integers(0, llama.config.vocab_size, slots).astype(np.int32),
-            np.zeros(slots, np.int32),
-            np.zeros(slots, bool),
             np.ones(slots, bool),
             np.zeros(slots, np.float32),
             np.bool_(False),
             rules,
+            np.int32(1),
         )
 
     kvq.files.seal(cache)  # compiled before the sweep looks at the clock

@@ -35,10 +35,11 @@ class Accepted:
     logprobs: list[float] = dataclasses.field(default_factory=list)
     likely: list[Likely] = dataclasses.field(default_factory=list)
 
-    def rule_after(self, ahead: int) -> tuple[Sampling, int, int, int, bool]:
-        """Return the rule of the next token, or of one that comes `ahead` tokens later."""
-        asked, step = self.request, self.drawn + ahead
-        return asked.sampling, asked.seed, asked.choice, step, asked.alternatives > 0
+    @property
+    def rule(self) -> tuple[Sampling, int, int, int, bool]:
+        """The rule of the next token."""
+        asked = self.request
+        return asked.sampling, asked.seed, asked.choice, self.drawn, asked.alternatives > 0
 
     def add_token(self, token: int, logprob: float) -> None:
         """Note a token that was drawn."""

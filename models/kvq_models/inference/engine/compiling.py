@@ -55,7 +55,7 @@ def compile_at_once(
     slots, vacant = cache.batch, row_rules([VACANT])
     none, nobody = np.zeros(slots, np.int32), np.zeros(slots, bool)
     rules = row_rules([VACANT] * slots)
-    step = none, none, nobody, nobody, none.astype(np.float32), np.bool_(False), rules
+    step = none, nobody, none.astype(np.float32), np.bool_(False), rules, np.int32(1)
     chunk = np.zeros((1, width), np.int32), np.zeros(1, np.int32)
     with ThreadPoolExecutor(2) as threads:
         done: list[Future[Any]] = [threads.submit(work) for work in beside]

@@ -7,15 +7,17 @@ and leave as soon as they are done.
         for event in engine.advance(): ...
 
 One cache has a row for each slot, and one more row takes the prompt that is being read. Shapes
-never change: `step_slots` and `fill_slot` compile once, a prefill once per width. A step begins
-before the tokens of the last one are read (steps.py). A request's tokens depend on the request
-alone, bit for bit. Drive an engine from one thread.
+never change: `step_slots` and `fill_slot` compile once, a prefill once per width. One call of
+`step_slots` takes several steps (steps.py). A request's tokens depend on the request alone, bit for
+bit. Drive an engine from one thread.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
+import math
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 
@@ -45,7 +47,7 @@ from kvq_models.inference.engine.requests import (
     Request,
     Ticket,
 )
-from kvq_models.inference.engine.steps import Step, begin_step, can_run_ahead
+from kvq_models.inference.engine.steps import step, steps_of_call
 from kvq_models.inference.engine.sweep import Sweep
 from kvq_models.inference.method_parameters import parameters_for
 from kvq_models.inference.row_sampling import Drawn, row_rules
@@ -69,6 +71,9 @@ class Engine:
     prefixes: a store of prompts' caches, used for prompts that begin alike, with the same bits.
     Prompts whose log-probabilities are requested are always read.
 
+    steps: most steps of the slots in one `advance`; a new request waits for its end, at most about
+    a tenth of a second if a step is shorter.
+
     verify: look for damaged memory, and compute it again (sweep.py).
 
     Raises ValueError, in one line, if the cache does not fit the model or its parameters are
@@ -85,15 +90,16 @@ class Engine:
         dtype: DTypeLike | None = None,
         queue_limit: int = QUEUE_LIMIT,
         widths: Sequence[int] = WIDTHS,
+        steps: int = programs.STEPS,
         implementation: Implementation = None,
         prefixes: PrefixStore | None = None,
         placement: Placement | None = None,
         verify: bool = False,
     ):
-        if queue_limit < 1 or not widths or min(widths) < 1:
+        if queue_limit < 1 or not widths or min(widths) < 1 or not 0 < steps <= programs.STEPS:
             raise ValueError(
-                "a queue holds at least one request, and a chunk at least one token:"
-                f" {queue_limit=}, {widths=}"
+                "a queue holds at least one request, a chunk at least one token, and a call takes"
+                f" 1 to {programs.STEPS} steps: {queue_limit=}, {widths=}, {steps=}"
             )
         if placement is not None and (prefixes is not None or placement.size("rows") > 1):
             kept = "" if prefixes is None else " and a store of prefixes"
@@ -103,6 +109,7 @@ class Engine:
             )
         self.llama, self._model, self.queue_limit = llama, FlatLlama(llama), queue_limit
         self.implementation: Implementation = implementation
+        self.steps, self._step_seconds = steps, math.inf
         self.widths = tuple(sorted({min(width, capacity) for width in widths}))
         self._row_layout = layout(spec, llama.config, 1, capacity, dtype, placement)
         self.capacity, self.placement, self.prefixes = capacity, placement, prefixes
@@ -194,7 +201,6 @@ class Engine:
         self._row = init_cache(spec, dims, 1, capacity, dtype, placement)
         vocabulary = dims.vocab_size
         self._no_logits = jax.device_put(np.zeros((1, vocabulary), np.float32))
-        self._under_way: Step | None = None
         self._offsets = programs.no_offsets(rows, vocabulary, placement)
 
     def submit(self, request: Request) -> Ticket:
@@ -343,34 +349,27 @@ class Engine:
             np.int32(slot),
             logits,
             programs.padded_bias(accepted.request.bias),
-            row_rules([accepted.rule_after(0)]),
+            row_rules([accepted.rule]),
         )
         return jax.tree.map(np.asarray, drawn)
 
     def _step(self, events: list[Event]) -> None:
-        """Begin the next step before the tokens of the last one are read, if it can run ahead."""
-        before = self._under_way
-        step, self.cache, self._offsets = begin_step(
-            self._model, self.cache, self._offsets, self._slots, before, self.implementation
-        )
-        self.counts.steps += step is not None
-        self._under_way = step
-        if before is not None:
-            self._end_step(before, events)
-        # tokens are not to wait for a prompt that the next round reads
+        """Take the steps of one call, one step if a prompt comes next."""
+        if not any(self._slots):
+            return
         reads = self._reading is not None or (self._queue and None in self._slots)
-        alone = reads or self._sweep is not None or self.placement is not None
-        if step is not None and (alone or not can_run_ahead(self._slots)):
-            self._under_way = None
-            self._end_step(step, events)
-
-    def _end_step(self, step: Step, events: list[Event]) -> None:
-        drawn = jax.tree.map(np.asarray, step.drawn)
-        for slot, accepted in enumerate(step.slots):
-            if accepted is None or accepted is not self._slots[slot]:
-                continue  # it ended after the step had begun
-            if not self._take(accepted, drawn, slot, events):
-                self._slots[slot] = None
+        most = 1 if reads else self.steps
+        count = steps_of_call(self._slots, most, self._step_seconds)
+        began = time.monotonic()
+        steps, self.cache, self._offsets = step(
+            self._model, self.cache, self._offsets, self._slots, count, self.implementation
+        )
+        self._step_seconds = (time.monotonic() - began) / count
+        self.counts.steps += count
+        for drawn in steps:
+            for slot, accepted in enumerate(self._slots):
+                if accepted is not None and not self._take(accepted, drawn, slot, events):
+                    self._slots[slot] = None
 
     def _take(self, accepted: Accepted, drawn: Drawn, row: int, events: list[Event]) -> bool:
         """Give a request the token that was drawn in a row. Return True if it continues."""

@@ -27,6 +27,7 @@ from kvq_models.inference.row_sampling import Drawn, RowRules, draw, most_likely
 from kvq_models.llama.flat_llama import FlatLlama
 from kvq_models.llama.model import HiddenBTD, Llama
 
+STEPS = 8  # that one call takes, at most
 SCORED = 32  # prompt tokens whose logits exist at a time
 
 Offsets: TypeAlias = Float[Array, "B V"]  # what requests add to the logits of their slots
@@ -58,34 +59,43 @@ def step_slots(
     model: FlatLlama,
     cache: Cache,
     offsets: Offsets,
-    known: Int[Array, "B"],
-    before: Int[Array, "B"],
-    ahead: Bool[Array, "B"],
+    tokens: Int[Array, "B"],
     active: Bool[Array, "B"],
     penalties: Float[Array, "B"],
     biased: Bool[Array, ""],
     rules: RowRules,
+    count: Int[Array, ""],
     implementation: Implementation = None,
 ) -> tuple[Drawn, Cache, Offsets]:
-    """Add one token to every active slot and draw the next ones. Other slots become empty.
+    """Take `count` steps of every active slot, at most STEPS. Each adds a token, the given one
+    first, and draws the next. Other slots become empty. Return (what each step drew, with an axis
+    of STEPS before the others; the slots; the offsets).
 
-    known, before, ahead: the tokens to add that the host knows, those that the last step drew, and
-    True for a slot that takes the latter.
     penalties: subtracted from the logits of the added tokens from now on.
     biased: True if a slot has offsets. Otherwise they cost nothing.
     """
-    tokens = jnp.where(ahead, before, known)
+    llama = model.llama()
     # vacant rows cost attention nothing
     cache = dataclasses.replace(cache, lengths=jnp.where(active, cache.lengths, 0))
-    llama = model.llama()
-    logits, cache = decode_step(llama, cache, tokens, active, implementation=implementation)
     rows = jnp.arange(len(tokens))
-    offsets, shifted = lax.cond(
-        biased,
-        lambda: ((new := offsets.at[rows, tokens].add(-penalties)), logits + new),
-        lambda: (offsets, logits),
+
+    def one(i: Array, state: tuple[Array, Cache, Offsets, Drawn]) -> tuple:
+        tokens, cache, offsets, drawn = state
+        logits, cache = decode_step(llama, cache, tokens, active, implementation=implementation)
+        offsets, shifted = lax.cond(
+            biased,
+            lambda: ((new := offsets.at[rows, tokens].add(-penalties)), logits + new),
+            lambda: (offsets, logits),
+        )
+        new = draw(logits, dataclasses.replace(rules, step=rules.step + i), shifted)
+        drawn = jax.tree.map(lambda all_steps, this: all_steps.at[i].set(this), drawn, new)
+        return new.token, cache, _constrained(offsets, cache.placement), drawn
+
+    nothing = jax.tree.map(
+        lambda one: jnp.zeros((STEPS, *one.shape), one.dtype), jax.eval_shape(draw, offsets, rules)
     )
-    return draw(logits, rules, shifted), cache, _constrained(offsets, cache.placement)
+    _, cache, offsets, drawn = lax.fori_loop(0, count, one, (tokens, cache, offsets, nothing))
+    return drawn, cache, offsets
 
 
 @functools.partial(jax.jit, donate_argnames=("cache", "row", "offsets"))

@@ -85,8 +85,7 @@ def test_the_first_request_that_scores_its_prompt_stops_nobody(
     scored = engine.submit(Request(PROMPT, 1, prompt_logprobs=True))
     other = engine.submit(Request(PROMPT, 3))
     events = [event for _ in range(10) for event in engine.advance()]
-    # one in each round, and that of the step that was under way before them
-    assert sum(isinstance(event, Token) and event.ticket == running for event in events) == 11
+    assert sum(isinstance(event, Token) and event.ticket == running for event in events) == 10
     assert Ended(other, "length") in events, "a plain request waits for the program of another"
     assert scored not in {event.ticket for event in events}
     compiled.set()
