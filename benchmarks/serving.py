@@ -2,7 +2,8 @@
 
     python -m benchmarks.serving --model smollm2 --json serving.json
 
-Rows are requests per second and time to first token at 1 to 8 slots, the sequences that an equal
+Rows are requests per second and time to first token at 1 to 8 slots, with short answers to longer
+prompts and with long answers to short ones, the sequences that an equal
 memory holds with dense and quantized caches, counted from their layout, and the time that a prefix
 saves if it was read before. All requests come at once, each with a prompt and a length of its own,
 greedy and without an end token, so that every way generates the same number of tokens. One at a
@@ -14,10 +15,13 @@ from the files of another store.
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import itertools
 import pathlib
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -44,31 +48,53 @@ from kvq_models.inference.padding import bucket
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.flat_llama import FlatLlama
 from kvq_models.llama.model import Llama
+from kvq_models.llama.packed_loading import with_activations
+from kvq_models.llama.packed_weights import Activations
 
+LENGTHS = ((32, 256, 32, 64), (16, 32, 200, 256))
 CACHES = ("dense", "kivi:bits=4", "kivi:bits=2")
 PREFIX_LIMIT = 8 << 30  # bytes that pieces of the prefix may take
 
 
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """Requests, and with what they are served. lengths: least and most tokens of prompts, and of
+    answers."""
+
+    cache: str
+    activations: Activations
+    lengths: tuple[int, int, int, int]
+    capacity: int
+    requests: tuple[Request, ...]
+
+    def row(
+        self, slots: int, tokens: int, seconds: float, first: Iterable[float], size: int
+    ) -> ServingRow:
+        least, most, *new = self.lengths
+        facts = self.cache, self.activations, (least, most), tuple(new)
+        return ServingRow(*facts, slots, len(self.requests), tokens, seconds, tuple(first), size)
+
+
 def requests_of(
-    count: int, prompt: Sequence[int], new: Sequence[int], vocabulary: int
-) -> list[Request]:
+    count: int, lengths: tuple[int, int, int, int], vocabulary: int
+) -> tuple[Request, ...]:
     """Return requests of random tokens, the same for the same numbers."""
     rng = np.random.default_rng(0)
-    lengths = rng.integers(prompt[0], prompt[1] + 1, count), rng.integers(new[0], new[1] + 1, count)
-    return [
+    prompts = rng.integers(lengths[0], lengths[1] + 1, count)
+    answers = rng.integers(lengths[2], lengths[3] + 1, count)
+    return tuple(
         Request(tuple(rng.integers(0, vocabulary, n).tolist()), int(most))
-        for n, most in zip(*lengths, strict=True)
-    ]
+        for n, most in zip(prompts, answers, strict=True)
+    )
 
 
-def through_slots(
-    llama: Llama, cache: str, slots: int, capacity: int, requests: Sequence[Request]
-) -> ServingRow:
+def through_slots(llama: Llama, work: Work, slots: int) -> ServingRow:
     """Serve all requests through an engine, which is compiled first."""
-    engine = Engine(llama, cache, slots=slots, capacity=capacity, queue_limit=len(requests))
+    queue = len(work.requests)
+    engine = Engine(llama, work.cache, slots=slots, capacity=work.capacity, queue_limit=queue)
     engine.warm_up()
     started, first = time.perf_counter(), dict[int, float]()
-    for request in requests:
+    for request in work.requests:
         engine.submit(request)
     while not engine.idle:
         events = engine.advance()
@@ -77,23 +103,14 @@ def through_slots(
             if isinstance(event, Token):
                 first.setdefault(event.ticket, passed)
     seconds = time.perf_counter() - started
-    tokens = engine.counts.new_tokens
-    return ServingRow(
-        cache,
-        slots,
-        len(requests),
-        tokens,
-        seconds,
-        tuple(first[t] for t in sorted(first)),
-        engine.nbytes,
-    )
+    times = [first[t] for t in sorted(first)]
+    return work.row(slots, engine.counts.new_tokens, seconds, times, engine.nbytes)
 
 
-def one_at_a_time(
-    llama: Llama, cache: str, capacity: int, requests: Sequence[Request]
-) -> ServingRow:
+def one_at_a_time(llama: Llama, work: Work) -> ServingRow:
     """Generate for one request after another. Every prompt and the loop run once before, so that
     they are compiled."""
+    cache, capacity = work.cache, work.capacity
     size = kvq.size.nbytes(kvq.cache.layout(cache, llama.config, 1, capacity))
     model = FlatLlama(llama)
 
@@ -112,18 +129,16 @@ def one_at_a_time(
             jax.block_until_ready(generation.advance(model, state, settings, jnp.int32(most)))
         return first
 
-    widths = {(bucket(len(r.prompt)), bucket(r.max_new_tokens)): r for r in requests}
+    widths = {(bucket(len(r.prompt)), bucket(r.max_new_tokens)): r for r in work.requests}
     for request in widths.values():
         generated(request, 2)
     started, first = time.perf_counter(), []
-    for request in requests:
+    for request in work.requests:
         waited = time.perf_counter() - started
         first.append(waited + generated(request, request.max_new_tokens))
-    seconds, tokens = (
-        time.perf_counter() - started,
-        sum(request.max_new_tokens for request in requests),
-    )
-    return ServingRow(cache, ALONE, len(requests), tokens, seconds, tuple(first), size)
+    seconds = time.perf_counter() - started
+    tokens = sum(request.max_new_tokens for request in work.requests)
+    return work.row(ALONE, tokens, seconds, first, size)
 
 
 def room_of(cache: str, config: LlamaConfig, capacity: int, memory: int) -> RoomRow:
@@ -139,7 +154,7 @@ def room_of(cache: str, config: LlamaConfig, capacity: int, memory: int) -> Room
 def prefix_of(llama: Llama, cache: str, tokens: int) -> PrefixRow:
     """Time one prompt three times: with an empty store, again, and with a new store on the folder
     of the first."""
-    prompt = requests_of(1, (tokens, tokens), (1, 1), llama.config.vocab_size)[0]
+    prompt = requests_of(1, (tokens, tokens, 1, 1), llama.config.vocab_size)[0]
     with tempfile.TemporaryDirectory() as name:
         folder = PrefixFolder(pathlib.Path(name), PREFIX_LIMIT)
         store = PrefixStore(PREFIX_LIMIT, folder)
@@ -200,20 +215,20 @@ def parser_of_options() -> argparse.ArgumentParser:
         help="requests, all at once (default: %(default)s)",
     )
     parser.add_argument(
-        "--prompt",
-        nargs=2,
+        "--lengths",
+        nargs=4,
         type=int,
-        default=[32, 256],
+        action="append",
         metavar="N",
-        help="least and most tokens (default: %(default)s)",
+        help="least and most tokens of prompts, and of answers; may be given several times"
+        f" (default: {' and '.join(' '.join(map(str, four)) for four in LENGTHS)})",
     )
     parser.add_argument(
-        "--new",
-        nargs=2,
-        type=int,
-        default=[32, 64],
-        metavar="N",
-        help="least and most tokens (default: %(default)s)",
+        "--activations",
+        nargs="+",
+        choices=get_args(Activations),
+        default=["float32"],
+        help="that packed weights multiply (default: %(default)s)",
     )
     parser.add_argument(
         "--capacity",
@@ -246,10 +261,11 @@ def checked_options(argv: Sequence[str] | None) -> argparse.Namespace:
     """Return the options, of which `timed` names all caches if none were given."""
     parser = parser_of_options()
     args = parser.parse_args(argv)
-    most = args.prompt[1] + args.new[1]
+    args.lengths = [tuple(four) for four in args.lengths or LENGTHS]
+    most = max(prompt + new for _, prompt, _, new in args.lengths)
     if (
         args.requests < 1
-        or min(args.prompt[0], args.new[0]) < 1
+        or min(map(min, args.lengths)) < 1
         or most > args.capacity
         or any(slots < 1 for slots in args.slots)
     ):
@@ -267,14 +283,14 @@ def checked_options(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     args = checked_options(argv)
     plain, _ = load_llama(args.model, dtype="float32")
-    requests = requests_of(args.requests, args.prompt, args.new, plain.config.vocab_size)
-    rows = []
-    for cache in args.timed if args.slots else ():
-        llama = prepare(plain, cache)
-        rows.append(one_at_a_time(llama, cache, args.capacity, requests))
-        rows += [
-            through_slots(llama, cache, slots, args.capacity, requests) for slots in args.slots
-        ]
+    vocabulary, rows = plain.config.vocab_size, []
+    for cache, activations in itertools.product(args.timed, args.activations):
+        llama = prepare(with_activations(plain, activations), cache)
+        for lengths in args.lengths if args.slots else ():
+            requests = requests_of(args.requests, lengths, vocabulary)
+            work = Work(cache, activations, lengths, args.capacity, requests)
+            rows.append(one_at_a_time(llama, work))
+            rows += [through_slots(llama, work, slots) for slots in args.slots]
     prefixes = (
         tuple(prefix_of(prepare(plain, cache), cache, args.prefix) for cache in args.timed)
         if args.prefix > 0
@@ -286,8 +302,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         model=args.model,
         cores=cores(),
         capacity=args.capacity,
-        prompt=tuple(args.prompt),
-        new=tuple(args.new),
         rows=tuple(rows),
         room=tuple(room_of(cache, plain.config, args.capacity, memory) for cache in args.cache),
         prefixes=prefixes,

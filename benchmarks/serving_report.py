@@ -17,10 +17,15 @@ ALONE = 0  # slots of the row that tells of one request at a time
 class ServingRow:
     """All requests through `slots` slots, or one at a time by `generate` if slots is 0.
 
+    activations: that packed weights multiply, "float32" or "int8".
+    prompt, new: least and most tokens of a request.
     first_token: seconds from the start, of each request.
     """
 
     cache: str
+    activations: str
+    prompt: tuple[int, ...]
+    new: tuple[int, ...]
     slots: int
     requests: int
     new_tokens: int
@@ -31,6 +36,16 @@ class ServingRow:
     @property
     def requests_per_second(self) -> float:
         return self.requests / self.seconds
+
+    @property
+    def work(self) -> tuple[object, ...]:
+        """What rows of other slots did too."""
+        return self.cache, self.activations, tuple(self.prompt), tuple(self.new)
+
+    @property
+    def lengths(self) -> str:
+        """The least and most tokens of prompts and answers."""
+        return f"{self.prompt[0]}-{self.prompt[1]}, {self.new[0]}-{self.new[1]}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,35 +79,35 @@ class ServingReport(Report):
 
     model: the model as it was named.
     cores: cores of the machine.
-    prompt, new: least and most tokens of a request.
     """
 
     model: str
     cores: int
     capacity: int
-    prompt: tuple[int, ...]
-    new: tuple[int, ...]
     rows: tuple[ServingRow, ...]
     room: tuple[RoomRow, ...]
     prefixes: tuple[PrefixRow, ...]
+
+    def times_of(self, row: ServingRow, slots: int) -> str:
+        """Return how many times faster a row is than the same work through so many slots, or ""."""
+        same = (one for one in self.rows if one.work == row.work and one.slots == slots)
+        return next((f"{one.seconds / row.seconds:.2f}" for one in same), "")
 
 
 def lines_of(report: ServingReport) -> list[str]:
     """Return the report as lines of text."""
     lines = [
-        f"{'cache':<14} {'slots':>8} {'requests/s':>11} {'tokens/s':>9} {'first token, median':>20}"
-        f" {'most':>8} {'times one':>10}"
+        f"{'cache':<14} {'activations':<11} {'prompt, new':<15} {'slots':>8} {'requests/s':>11}"
+        f" {'tokens/s':>9} {'first token, median':>20} {'most':>8} {'times one':>10}"
     ]
     for row in report.rows:
-        alone = next(
-            (one for one in report.rows if one.cache == row.cache and one.slots == ALONE), None
-        )
-        times = f"{alone.seconds / row.seconds:.2f}" if alone else ""
+        times = report.times_of(row, ALONE)
         median, most = np.median(row.first_token), max(row.first_token)
         slots = "generate" if row.slots == ALONE else str(row.slots)
         lines.append(
-            f"{row.cache:<14} {slots:>8} {row.requests_per_second:>11.3f}"
-            f" {row.new_tokens / row.seconds:>9.1f} {median:>18.2f} s {most:>6.2f} s {times:>10}"
+            f"{row.cache:<14} {row.activations:<11} {row.lengths:<15} {slots:>8}"
+            f" {row.requests_per_second:>11.3f} {row.new_tokens / row.seconds:>9.1f}"
+            f" {median:>18.2f} s {most:>6.2f} s {times:>10}"
         )
     lines += [
         "",
@@ -117,29 +132,30 @@ def lines_of(report: ServingReport) -> list[str]:
 def page(report: ServingReport, file: pathlib.Path) -> str:
     """Render the three tables."""
     said = (
-        f"{report.cores} cores. Requests of {report.model} come all at once, with"
-        f" {report.prompt[0]} to {report.prompt[1]} tokens of a prompt and {report.new[0]} to"
-        f" {report.new[1]} new ones, greedy; caches hold {report.capacity} tokens a sequence. One"
-        " at a time is `generate`; first tokens are counted from the start, so they wait for the"
+        f"{report.cores} cores. Requests of {report.model} come all at once, greedy, with prompts"
+        f" and answers of so many tokens; caches hold {report.capacity} tokens a sequence. One at a"
+        " time is `generate`; first tokens are counted from the start, so they wait for the"
         " requests before."
     )
     parts = head(report, file, said)
     lines = []
     for row in report.rows:
-        alone = next(
-            (one for one in report.rows if one.cache == row.cache and one.slots == ALONE), None
-        )
-        times = f"{alone.seconds / row.seconds:.2f}" if alone else ""
+        times = report.times_of(row, ALONE), report.times_of(row, 1)
         slots = "one at a time" if row.slots == ALONE else str(row.slots)
-        rates = f"{row.requests_per_second:.3f}", f"{row.new_tokens / row.seconds:.1f}", times
+        rates = f"{row.requests_per_second:.3f}", f"{row.new_tokens / row.seconds:.1f}"
         waits = f"{np.median(row.first_token):.2f} s", f"{max(row.first_token):.2f} s"
-        lines.append((f"`{row.cache}`", slots, *rates, *waits, f"{row.cache_bytes / 1e6:.1f}"))
+        size = f"{row.cache_bytes / 1e6:.1f}"
+        work = f"`{row.cache}`", row.activations, row.lengths
+        lines.append((*work, slots, *rates, *times, *waits, size))
     names = (
         "cache",
+        "activations",
+        "prompt, new tokens",
         "slots",
         "requests/s",
         "tokens/s",
         "times one at a time",
+        "times one slot",
         "first token, median",
         "last",
         "cache MB",

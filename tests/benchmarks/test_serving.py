@@ -32,14 +32,25 @@ def test_the_numbers_of_the_page_are_those_of_the_results():
         serving_report.ServingReport.read(RESULTS / "serving.json"),
         serving_start.StartReport.read(RESULTS / "serving_start.json"),
     )
-    alone, slots = (
-        next(row for row in report.rows if row.slots == n and row.cache == "kivi:bits=4")
-        for n in (serving_report.ALONE, 8)
-    )
+
+    def row(slots: int, new: int, activations: str = "float32") -> serving_report.ServingRow:
+        (only,) = (
+            row
+            for row in report.rows
+            if (row.slots, row.new[1], row.activations) == (slots, new, activations)
+        )
+        return only
+
+    def times_one_slot(activations: str) -> str:
+        one, eight = (row(n, 256, activations) for n in (1, 8))
+        return f"{eight.new_tokens / eight.seconds:.0f}, {one.seconds / eight.seconds:.2f}"
+
+    alone, slots = row(serving_report.ALONE, 64), row(8, 64)
     prefix = next(row for row in report.prefixes if row.cache == "kivi:bits=4")
     first, again = start.rows
     for told in (
         f"{alone.seconds / slots.seconds:.2f}",
+        "; ".join(times_one_slot(activations) for activations in ("float32", "int8")),
         f"{np.median(slots.first_token):.1f} s; {np.median(alone.first_token):.1f} s",
         "; ".join(str(row.sequences) for row in report.room),
         f"{prefix.read:.1f} s; {prefix.memory:.2f} s; {prefix.disk:.2f} s",

@@ -19,12 +19,8 @@ def test_a_report_tells_every_request(
     sizes = [
         "--requests",
         "5",
-        "--prompt",
-        "4",
-        "12",
-        "--new",
-        "3",
-        "6",
+        "--lengths",
+        *("4", "12", "3", "6"),
         "--capacity",
         "64",
         "--memory",
@@ -35,7 +31,7 @@ def test_a_report_tells_every_request(
     caches = ["--cache", "dense", CACHE, "--timed", CACHE]
     serving.main(["--model", str(model), *caches, "--slots", "2", *sizes, "--json", str(file)])
     report = serving_report.ServingReport.read(file)
-    new = sum(request.max_new_tokens for request in serving.requests_of(5, (4, 12), (3, 6), 300))
+    new = sum(request.max_new_tokens for request in serving.requests_of(5, (4, 12, 3, 6), 300))
     assert [(row.slots, row.requests, row.new_tokens) for row in report.rows] == [
         (0, 5, new),
         (2, 5, new),
@@ -56,5 +52,6 @@ def test_a_report_tells_every_request(
     assert (prefix.cache, prefix.tokens) == (CACHE, 64)
     assert min(prefix.read, prefix.memory, prefix.disk, prefix.bytes) > 0
     shown = serving_report.page(report, file)
-    assert f"| `{CACHE}` | one at a time | {report.rows[0].requests_per_second:.3f} |" in shown
+    work = f"| `{CACHE}` | float32 | 4-12, 3-6 |"
+    assert f"{work} one at a time | {report.rows[0].requests_per_second:.3f} |" in shown
     assert f"| `{CACHE}` | 64 | {prefix.read:.2f} s |" in shown
