@@ -39,7 +39,7 @@ class ServingRow:
 
     @property
     def work(self) -> tuple[object, ...]:
-        """What rows of other slots did too."""
+        """The work that rows of other slots did too."""
         return self.cache, self.activations, tuple(self.prompt), tuple(self.new)
 
     @property

@@ -45,7 +45,8 @@ Answers: TypeAlias = list[tuple[list[tuple[int, float]], str]]
 
 
 def engine_of(prefixes: PrefixStore, *, sweep: Sweep | None = None) -> Engine:
-    """Return a compiled engine. sweep: in place of the one that takes a hundredth of the time."""
+    """Return a compiled engine whose calls are single steps, so that a fault may come before any.
+    sweep: in place of the one that takes a hundredth of the time."""
     llama, _ = load_llama(EMBEDDED, dtype="float32")
     engine = Engine(
         llama,
@@ -53,6 +54,7 @@ def engine_of(prefixes: PrefixStore, *, sweep: Sweep | None = None) -> Engine:
         slots=SLOTS,
         capacity=CAPACITY,
         widths=WIDTHS,
+        steps=1,
         prefixes=prefixes,
         verify=True,
     )

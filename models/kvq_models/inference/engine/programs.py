@@ -89,13 +89,13 @@ def step_slots(
         )
         new = draw(logits, dataclasses.replace(rules, step=rules.step + i), shifted)
         drawn = jax.tree.map(lambda all_steps, this: all_steps.at[i].set(this), drawn, new)
-        return new.token, cache, _constrained(offsets, cache.placement), drawn
+        return new.token, cache, offsets, drawn
 
     nothing = jax.tree.map(
         lambda one: jnp.zeros((STEPS, *one.shape), one.dtype), jax.eval_shape(draw, offsets, rules)
     )
     _, cache, offsets, drawn = lax.fori_loop(0, count, one, (tokens, cache, offsets, nothing))
-    return drawn, cache, offsets
+    return drawn, cache, _constrained(offsets, cache.placement)
 
 
 @functools.partial(jax.jit, donate_argnames=("cache", "row", "offsets"))
