@@ -3,13 +3,13 @@
     python -m benchmarks.serving --model smollm2 --json serving.json
 
 Rows are requests per second and time to first token at 1 to 8 slots, with short answers to longer
-prompts and with long answers to short ones, the sequences that an equal
-memory holds with dense and quantized caches, counted from their layout, and the time that a prefix
-saves if it was read before. All requests come at once, each with a prompt and a length of its own,
-greedy and without an end token, so that every way generates the same number of tokens. One at a
-time is `generate`, prompt after prompt. Its time to first token includes the wait for the requests
-before. Programs are compiled before the clock runs. A prefix comes back from the host's memory, and
-from the files of another store.
+prompts and with long answers to short ones, the sequences that an equal memory holds with dense and
+quantized caches, counted from their layout, and the time that a prefix saves if it was read before.
+All requests come at once, each with a prompt and a length of its own, greedy and without an end
+token, so that every way generates the same number of tokens. One at a time is `generate`, prompt
+after prompt. Its time to first token includes the wait for the requests before. Programs are
+compiled before the clock runs. Ways take turns, and a row is the run of the median time. A prefix
+comes back from the host's memory, and from the files of another store.
 """
 
 from __future__ import annotations
@@ -215,6 +215,13 @@ def parser_of_options() -> argparse.ArgumentParser:
         help="requests, all at once (default: %(default)s)",
     )
     parser.add_argument(
+        "--repeats",
+        type=int,
+        default=3,
+        metavar="N",
+        help="of every row, in turns; the median counts (default: %(default)s)",
+    )
+    parser.add_argument(
         "--lengths",
         nargs=4,
         type=int,
@@ -264,20 +271,31 @@ def checked_options(argv: Sequence[str] | None) -> argparse.Namespace:
     args.lengths = [tuple(four) for four in args.lengths or LENGTHS]
     most = max(prompt + new for _, prompt, _, new in args.lengths)
     if (
-        args.requests < 1
+        min(args.requests, args.repeats) < 1
         or min(map(min, args.lengths)) < 1
         or most > args.capacity
         or any(slots < 1 for slots in args.slots)
     ):
         parser.error(
-            f"requests, slots and tokens are at least 1, and {most} tokens must fit --capacity"
-            f" {args.capacity}"
+            f"requests, repeats, slots and tokens are at least 1, and {most} tokens must fit"
+            f" --capacity {args.capacity}"
         )
     if args.timed is None:
         args.timed = args.cache
     if not set(args.timed) <= set(args.cache):
         parser.error(f"--timed names caches of --cache, which are {', '.join(args.cache)}")
     return args
+
+
+def in_turns(llama: Llama, work: Work, slots: Sequence[int], repeats: int) -> list[ServingRow]:
+    """Serve the requests one at a time and through so many slots, in turns, and return the run of
+    the median time of each way."""
+    turns = [
+        [one_at_a_time(llama, work), *(through_slots(llama, work, count) for count in slots)]
+        for _ in range(repeats)
+    ]
+    ways = zip(*turns, strict=True)
+    return [sorted(runs, key=lambda run: run.seconds)[repeats // 2] for runs in ways]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -289,8 +307,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for lengths in args.lengths if args.slots else ():
             requests = requests_of(args.requests, lengths, vocabulary)
             work = Work(cache, activations, lengths, args.capacity, requests)
-            rows.append(one_at_a_time(llama, work))
-            rows += [through_slots(llama, work, slots) for slots in args.slots]
+            rows += in_turns(llama, work, args.slots, args.repeats)
     prefixes = (
         tuple(prefix_of(prepare(plain, cache), cache, args.prefix) for cache in args.timed)
         if args.prefix > 0

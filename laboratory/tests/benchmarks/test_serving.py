@@ -19,6 +19,8 @@ def test_a_report_tells_every_request(
     sizes = [
         "--requests",
         "5",
+        "--repeats",
+        "1",
         "--lengths",
         *("4", "12", "3", "6"),
         "--capacity",
