@@ -360,11 +360,11 @@ class Engine:
         reads = self._reading is not None or (self._queue and None in self._slots)
         most = 1 if reads else self.steps
         count = steps_of_call(self._slots, most, self._step_seconds)
-        began = time.monotonic()
+        began = time.perf_counter()
         steps, self.cache, self._offsets = step(
             self._model, self.cache, self._offsets, self._slots, count, self.implementation
         )
-        self._step_seconds = (time.monotonic() - began) / count
+        self._step_seconds = (time.perf_counter() - began) / count
         self.counts.steps += count
         for drawn in steps:
             for slot, accepted in enumerate(self._slots):
