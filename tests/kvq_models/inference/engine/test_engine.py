@@ -28,8 +28,8 @@ SPECS = ("kivi:bits=2,recent=8,block=32", "innerq:bits=2,recent=8,block=32")
 SLOTS, CAPACITY, WIDTHS, VOCABULARY = 3, 96, (16, 48), 96
 
 
-def engine_of(llama: Llama, spec: str = SPECS[0], kind: type[Engine] = Engine, **options) -> Engine:
-    return kind(
+def engine_of(llama: Llama, spec: str = SPECS[0], **options) -> Engine:
+    return Engine(
         prepare(llama, spec),
         spec,
         **({"slots": SLOTS, "capacity": CAPACITY, "widths": WIDTHS} | options),
