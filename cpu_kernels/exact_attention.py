@@ -27,6 +27,7 @@ def exact_attention(
     values: Float[Array, "B K E H"],
     reach: Int[Array, "B E0"],
     counts: Int[Array, "B T"],
+    queries: Int[Array, "B"],
     *,
     scale: float,
     window: int | None = None,
@@ -35,9 +36,10 @@ def exact_attention(
     """Return (m, l, o), fp32, of R = G * T query rows per KV head.
 
     Row g * T + t sees those of the first E0 rows whose reach[b, e] is above t, and the first
-    counts[b, t] of the others, with a window only those from t - window + 1 on. Rows that nobody
-    sees may hold anything, and blocks that no query of a task sees are skipped. m is -1e30 and l
-    and o are 0 if a query sees nothing.
+    counts[b, t] of the others, with a window only those from t - window + 1 on. Tokens from
+    queries[b] on are padding: they cost nothing and see nothing. Rows that nobody sees may hold
+    anything, and blocks that no query of a task sees are skipped. m is -1e30 and l and o are 0 if a
+    query sees nothing.
 
     Args:
         q: [B, K, R, H], any float dtype, not scaled.
@@ -45,6 +47,7 @@ def exact_attention(
         values: [B, K, E, H], the dtype of keys.
         reach: [B, E0], E0 <= E, how many queries see an older row: the first ones.
         counts: [B, T], not falling along T.
+        queries: [B], the number of tokens that are no padding, at most T.
         scale: the factor of the scores.
         window: how many of the others a query sees, at most. None for all.
         soft_cap: c above. None for none.
@@ -60,9 +63,11 @@ def exact_attention(
         (columns, columns, jax.ShapeDtypeStruct(q.shape, jnp.float32)),
         vmap_method="sequential",
     )
-    arrays = q.astype(jnp.float32), keys, values, reach.astype(jnp.int32), counts.astype(jnp.int32)
     m, l, o = call(
-        *arrays,
+        q.astype(jnp.float32),
+        keys,
+        values,
+        *(a.astype(jnp.int32) for a in (reach, counts, queries)),
         window=np.int64(window or 0),
         scale=np.float32(scale),
         soft_cap=np.float32(soft_cap or 0),

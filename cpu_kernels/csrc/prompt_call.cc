@@ -49,6 +49,21 @@ std::vector<int32_t> counts_of(const PromptCall& call) {
   return counts;
 }
 
+int64_t real_queries(const PromptCall& call, int64_t b) {
+  return std::clamp<int64_t>(call.real[b], 0, call.queries);
+}
+
+// Fill the results of padding.
+void see_nothing(const PromptCall& call, int64_t pair) {
+  const int64_t real = real_queries(call, pair / call.heads), padding = call.queries - real;
+  for (int64_t g = 0; g < call.group; g++) {
+    const int64_t first = (pair * call.group + g) * call.queries + real;
+    std::fill_n(call.m + first, padding, kNegInf);
+    std::fill_n(call.l + first, padding, 0.0f);
+    std::fill_n(call.o + first * call.channels, padding * call.channels, 0.0f);
+  }
+}
+
 }  // namespace
 
 void attend_prompt(const PromptCall& call, AttendRows kernel, int64_t helpers,
@@ -71,6 +86,7 @@ void attend_prompt(const PromptCall& call, AttendRows kernel, int64_t helpers,
   float* const aligned = static_cast<float*>(std::align(64, 64, start, room));
   const int64_t rows = call.old + call.fresh, per_token = call.group * call.queries;
   const int64_t bytes = call.type == kFloat32 ? 4 : 2;
+  for (int64_t pair = 0; pair < pairs; pair++) see_nothing(call, pair);
   // The last tokens see the most rows, and begin first.
   run_tasks(pairs * blocks, helpers, schedule, [&](int64_t task, int64_t worker) {
     const int64_t pair = task % pairs, block = blocks - 1 - task / pairs, b = pair / call.heads;
@@ -83,7 +99,9 @@ void attend_prompt(const PromptCall& call, AttendRows kernel, int64_t helpers,
     part.counts = counts.data() + b * call.queries;
     part.type = call.type, part.group = call.group, part.queries = call.queries;
     part.channels = call.channels, part.old = call.old;
-    part.first = block * tokens, part.last = std::min(call.queries, part.first + tokens);
+    part.first = block * tokens;
+    part.last = std::min(real_queries(call, b), part.first + tokens);
+    if (part.first >= part.last) return;
     part.scale = call.scale, part.soft_cap = call.soft_cap;
     part.scratch = aligned + worker * floats;
     part.m = call.m + pair * per_token, part.l = call.l + pair * per_token;

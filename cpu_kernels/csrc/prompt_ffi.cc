@@ -2,7 +2,7 @@
 // XLA's threads.
 //
 //   arguments   q f32 [B, K, R, H], R = G * T; keys, values f32, f16 or bf16 [B, K, E, H];
-//               reach s32 [B, E0], E0 <= E; counts s32 [B, T]
+//               reach s32 [B, E0], E0 <= E; counts s32 [B, T]; queries s32 [B]: tokens that are no padding
 //   attributes  window: query token t sees no new row before t - window + 1, or 0; scale f32;
 //               soft_cap f32: the bound of scores, or 0
 //   results     m, l f32 [B, K, R, 1], o f32 [B, K, R, H]
@@ -37,9 +37,9 @@ bool shaped(ffi::Span<const int64_t> dimensions, const std::vector<int64_t>& wan
 
 ffi::Error attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::AnyBuffer keys,
                   ffi::AnyBuffer values, ffi::Buffer<ffi::S32> reach, ffi::Buffer<ffi::S32> counts,
-                  ffi::Result<ffi::Buffer<ffi::F32>> m, ffi::Result<ffi::Buffer<ffi::F32>> l,
-                  ffi::Result<ffi::Buffer<ffi::F32>> o, int64_t window, float scale,
-                  float soft_cap) {
+                  ffi::Buffer<ffi::S32> queries, ffi::Result<ffi::Buffer<ffi::F32>> m,
+                  ffi::Result<ffi::Buffer<ffi::F32>> l, ffi::Result<ffi::Buffer<ffi::F32>> o,
+                  int64_t window, float scale, float soft_cap) {
   if (q.dimensions().size() != 4 || keys.dimensions().size() != 4)
     return invalid("q and keys must have four axes");
   if (reach.dimensions().size() != 2 || counts.dimensions().size() != 2)
@@ -59,8 +59,9 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::AnyBuffer 
   if (!shaped(keys.dimensions(), stored) || !shaped(values.dimensions(), stored))
     return invalid("keys and values must be [B, K, E, H]");
   if (!shaped(reach.dimensions(), {call.batch, call.old}) ||
-      !shaped(counts.dimensions(), {call.batch, call.queries}))
-    return invalid("reach and counts must have the rows of q");
+      !shaped(counts.dimensions(), {call.batch, call.queries}) ||
+      !shaped(queries.dimensions(), {call.batch}))
+    return invalid("reach, counts and queries must have the rows of q");
   const std::vector<int64_t> columns{call.batch, call.heads, rows, 1};
   if (!shaped(m->dimensions(), columns) || !shaped(l->dimensions(), columns) ||
       !shaped(o->dimensions(), {call.batch, call.heads, rows, call.channels}))
@@ -72,7 +73,7 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::AnyBuffer 
   call.q = q.typed_data(), call.counts = counts.typed_data();
   call.keys = static_cast<const char*>(keys.untyped_data());
   call.values = static_cast<const char*>(values.untyped_data());
-  call.reach = reach.typed_data();
+  call.reach = reach.typed_data(), call.real = queries.typed_data();
   call.window = window, call.scale = scale, call.soft_cap = soft_cap;
   call.m = m->typed_data(), call.l = l->typed_data(), call.o = o->typed_data();
   try {
@@ -98,6 +99,7 @@ extern "C" KVQ_EXPORT XLA_FFI_Error* kvq_exact_attention(XLA_FFI_CallFrame* fram
                              .Arg<ffi::Buffer<ffi::F32>>()
                              .Arg<ffi::AnyBuffer>()
                              .Arg<ffi::AnyBuffer>()
+                             .Arg<ffi::Buffer<ffi::S32>>()
                              .Arg<ffi::Buffer<ffi::S32>>()
                              .Arg<ffi::Buffer<ffi::S32>>()
                              .Ret<ffi::Buffer<ffi::F32>>()

@@ -85,8 +85,8 @@ struct PackedMatrix {
   int64_t panels() const { return (outputs + kPanelOutputs - 1) / kPanelOutputs; }
 };
 
-// The rows of x in blocks of kTokenBlock. Row t of a block of n rows has input i at x[i * n + t].
-// n is 1, 2, 4 or 8. The rows beyond the last are 0.
+// Rows of x in blocks of kTokenBlock. Row t of a block of n rows has input i at x[i * n + t]. n is
+// 1, 2, 4 or 8. The rows beyond the last are 0.
 //
 // Kernels of integers read digits instead. With k digits to the base of 256,
 //
@@ -103,7 +103,7 @@ struct TokenBlock {
   const int32_t* starts;  // [I / group, n, 2]: of sums of products with all digits but the last,
                           // and with the last, so that codes can be counted from 0
   int64_t width;          // n
-  int64_t first;          // of the rows of the call
+  const int64_t* rows;    // [count], which rows of x and y they are
   int64_t count;          // rows that there are
 };
 
@@ -117,7 +117,8 @@ struct PanelProduct {
 
 // The rows that become a block of digits, and what is made of them.
 struct DigitRows {
-  const float* x;  // [count, I]
+  const float* x;         // [T, I]
+  const int64_t* chosen;  // [count], the rows of x
   int64_t inputs, group, width, count;
   int32_t offset;  // what is added to codes to count them from 0
   int32_t* digits;

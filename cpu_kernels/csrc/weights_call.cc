@@ -14,6 +14,10 @@ constexpr int64_t kTasksOfThread = 4;
 constexpr size_t kAlignment = 64;       // bytes of a cache line, which no vector then crosses
 constexpr int64_t kRowBytes = 1 << 19;  // of the rows of x that a task reads again for each panel
 
+using Chosen = std::vector<int64_t>;  // rows of x
+
+int64_t blocks_of(int64_t tokens) { return (tokens + kTokenBlock - 1) / kTokenBlock; }
+
 int64_t width_of(int64_t tokens) {
   int64_t width = 1;
   while (width < tokens && width < kTokenBlock) width *= 2;
@@ -29,7 +33,7 @@ struct FreeAligned {
   void operator()(float* p) const { ::operator delete[](p, std::align_val_t{kAlignment}); }
 };
 
-// All rows of x as the kernel reads them, for the matrices that take them alike.
+// The chosen rows of x as the kernel reads them, for the matrices that take them alike.
 struct Rows {
   int64_t group;
   int32_t offset;
@@ -52,11 +56,11 @@ struct Rows {
   }
 };
 
-void allocate(const PackedCall& call, Rows& rows) {
-  const int64_t width = width_of(call.tokens), groups = call.inputs / rows.group;
-  const int64_t count = (call.tokens + kTokenBlock - 1) / kTokenBlock;
+void allocate(const PackedCall& call, int64_t tokens, Rows& rows) {
+  const int64_t width = width_of(tokens), groups = call.inputs / rows.group;
+  const int64_t count = blocks_of(tokens);
   // One row in full precision needs no interleaving.
-  const bool as_it_is = !rows.to_digits && call.tokens == 1 && !rows.rounded;
+  const bool as_it_is = !rows.to_digits && tokens == 1 && !rows.rounded;
   rows.floats = rows.to_digits ? groups * width : as_it_is ? 0 : call.inputs * width;
   rows.sums = rows.summed ? groups * width : 0;
   rows.lanes = rows.by_word ? (call.inputs + kLaneRun - 1) / kLaneRun * kLaneRun * width : 0;
@@ -87,14 +91,14 @@ void interleave(const PackedCall& call, const Rows& rows, const TokenBlock& bloc
   if (rows.floats) {
     std::fill_n(x, inputs * width, 0.0f);
     for (int64_t t = 0; t < block.count; t++) {
-      const float* from = call.x + (block.first + t) * inputs;
+      const float* from = call.x + block.rows[t] * inputs;
       for (int64_t i = 0; i < inputs; i++) x[i * width + t] = from[i];
       for (int64_t g = 0; rows.rounded && g < inputs / group; g++)
         round_group(x + g * group * width + t, width, group);
     }
   }
   if (!sums) return;
-  const float* const all = rows.floats ? x : call.x;
+  const float* const all = block.x;
   for (int64_t t = 0; t < width; t++)
     for (int64_t g = 0; g < inputs / group; g++) {
       const float* from = all + g * group * width + t;
@@ -114,23 +118,25 @@ void lay_by_word(const PackedCall& call, const TokenBlock& block, float* by_word
       for (int64_t t = 0; t < width; t++, by_word += kLaneWords) {
         std::fill_n(by_word, kLaneWords, 0.0f);
         if (t >= block.count) continue;
-        const float* from = call.x + (block.first + t) * inputs + run * kLaneRun + j;
+        const float* from = call.x + block.rows[t] * inputs + run * kLaneRun + j;
         const int64_t words = std::min(kLaneWords, (inputs - run * kLaneRun) / 8);
         for (int64_t w = 0; w < words; w++) by_word[w] = from[8 * w];
       }
 }
 
-void arrange(const PackedCall& call, const Multiplier& kernel, Rows& rows, int64_t b) {
+void arrange(const PackedCall& call, const Chosen& chosen, const Multiplier& kernel, Rows& rows,
+             int64_t b) {
   TokenBlock& block = rows.blocks[b];
   float* const floats = rows.scratch.get() + b * (rows.floats + rows.sums);
   float* const sums = rows.sums ? floats + rows.floats : nullptr;
   int32_t* const words = rows.words.get() + b * (rows.integers + rows.starts);
-  block.first = b * kTokenBlock;
-  block.count = std::min(kTokenBlock, call.tokens - block.first);
-  block.width = width_of(call.tokens);
+  const int64_t tokens = int64_t(chosen.size()), first = b * kTokenBlock;
+  block.rows = chosen.data() + first;
+  block.count = std::min(kTokenBlock, tokens - first);
+  block.width = width_of(tokens);
   block.sums = sums;
   if (!rows.to_digits) {
-    block.x = rows.floats ? floats : call.x;
+    block.x = rows.floats ? floats : call.x + block.rows[0] * call.inputs;
     interleave(call, rows, block, floats, sums);
     if (rows.by_word) {
       float* const lanes = rows.by_word_of.get() + b * rows.lanes;
@@ -140,8 +146,8 @@ void arrange(const PackedCall& call, const Multiplier& kernel, Rows& rows, int64
     return;
   }
   block.digits = words, block.scales = floats, block.starts = words + rows.integers;
-  kernel.to_digits({call.x + block.first * call.inputs, call.inputs, rows.group, block.width,
-                    block.count, rows.offset, words, floats, words + rows.integers, sums},
+  kernel.to_digits({call.x, block.rows, call.inputs, rows.group, block.width, block.count,
+                    rows.offset, words, floats, words + rows.integers, sums},
                    call.digits);
 }
 
@@ -160,11 +166,21 @@ PackedMatrix expert_of(PackedMatrix weights, int64_t e) {
   return weights;
 }
 
-}  // namespace
+// Returns true if row t of x has an entry that is not 0. Fills the row's results with 0 otherwise.
+bool counts(const PackedCall& call, int64_t t) {
+  const float* const x = call.x + t * call.inputs;
+  if (std::any_of(x, x + call.inputs, [](float entry) { return entry != 0; })) return true;
+  for (const PackedProduct& product : call.products) {
+    const int64_t outputs = product.weights.outputs;
+    std::fill_n(product.y + t * outputs, outputs, 0.0f);
+  }
+  return false;
+}
 
-void multiply(const PackedCall& call, const Multiplier& kernel, int64_t helpers,
-              const Schedule& schedule) {
-  const int64_t count = (call.tokens + kTokenBlock - 1) / kTokenBlock, inputs = call.inputs;
+// Fill the chosen rows of each y.
+void multiply_rows(const PackedCall& call, const Chosen& chosen, const Multiplier& kernel,
+                   int64_t helpers, const Schedule& schedule) {
+  const int64_t tokens = int64_t(chosen.size()), count = blocks_of(tokens), inputs = call.inputs;
   if (!count) return;
   // The caller's thread allocates all memory, because a helper that ran out of it could not report
   // it.
@@ -178,18 +194,19 @@ void multiply(const PackedCall& call, const Multiplier& kernel, int64_t helpers,
     size_t kind = 0;
     while (kind < kinds.size() && !kinds[kind].serves(rows)) kind++;
     if (kind == kinds.size()) {
-      allocate(call, rows);
+      allocate(call, tokens, rows);
       kinds.push_back(std::move(rows));
     }
     kind_of.push_back(kind);
     ends.push_back(panels += weights.panels());
-    work += inputs * weights.outputs * call.tokens;
+    work += inputs * weights.outputs * tokens;
   }
   if (!panels) return;
   const int64_t most = std::max<int64_t>(1, work / kLeastWork), blocks = count * kinds.size();
   helpers = std::min(helpers, most - 1);
-  run_tasks(blocks, std::min(helpers, count - 1), schedule,
-            [&](int64_t b, int64_t) { arrange(call, kernel, kinds[b / count], b % count); });
+  run_tasks(blocks, std::min(helpers, count - 1), schedule, [&](int64_t b, int64_t) {
+    arrange(call, chosen, kernel, kinds[b / count], b % count);
+  });
   const int64_t together =  // blocks of a task
       std::clamp<int64_t>(kRowBytes / (inputs * kTokenBlock * 4), 1, count);
   const int64_t chunks = (count + together - 1) / together;
@@ -208,29 +225,27 @@ void multiply(const PackedCall& call, const Multiplier& kernel, int64_t helpers,
   });
 }
 
+}  // namespace
+
+void multiply(const PackedCall& call, const Multiplier& kernel, int64_t helpers,
+              const Schedule& schedule) {
+  Chosen rows;
+  for (int64_t t = 0; t < call.tokens; t++)
+    if (counts(call, t)) rows.push_back(t);
+  multiply_rows(call, rows, kernel, helpers, schedule);
+}
+
 void multiply_chosen(const PackedCall& call, const int32_t* chosen, int64_t experts,
                      const Multiplier& kernel, int64_t helpers, const Schedule& schedule) {
-  std::vector<std::vector<int64_t>> rows_of(experts);
-  for (int64_t t = 0; t < call.tokens; t++) rows_of[chosen[t]].push_back(t);
-  std::vector<float> x;
-  std::vector<std::vector<float>> y(call.products.size());
+  std::vector<Chosen> rows_of(experts);
+  for (int64_t t = 0; t < call.tokens; t++)
+    if (counts(call, t)) rows_of[chosen[t]].push_back(t);
   for (int64_t e = 0; e < experts; e++) {
-    const std::vector<int64_t>& rows = rows_of[e];
-    if (rows.empty()) continue;
-    x.resize(rows.size() * call.inputs);
-    for (size_t r = 0; r < rows.size(); r++)
-      std::copy_n(call.x + rows[r] * call.inputs, call.inputs, x.data() + r * call.inputs);
-    PackedCall of_expert{x.data(), int64_t(rows.size()), call.inputs, call.digits, {}};
-    for (size_t m = 0; m < y.size(); m++) {
-      y[m].resize(rows.size() * call.products[m].weights.outputs);
-      of_expert.products.push_back({expert_of(call.products[m].weights, e), y[m].data()});
-    }
-    multiply(of_expert, kernel, helpers, schedule);
-    for (size_t m = 0; m < y.size(); m++) {
-      const int64_t outputs = call.products[m].weights.outputs;
-      for (size_t r = 0; r < rows.size(); r++)
-        std::copy_n(y[m].data() + r * outputs, outputs, call.products[m].y + rows[r] * outputs);
-    }
+    if (rows_of[e].empty()) continue;
+    PackedCall of_expert = call;
+    for (PackedProduct& product : of_expert.products)
+      product.weights = expert_of(product.weights, e);
+    multiply_rows(of_expert, rows_of[e], kernel, helpers, schedule);
   }
 }
 

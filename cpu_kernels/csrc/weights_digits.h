@@ -127,7 +127,7 @@ KVQ_INLINE void add_lanes(const PanelProduct& product, int64_t panel, int64_t la
   }
   for (int t = 0; t < T && first + t < block.count; t++)
     for (int v = 0; v < V; v++)
-      put_outputs(product, block.first + first + t, panel * kPanelOutputs + lane + v * kLanes,
+      put_outputs(product, block.rows[first + t], panel * kPanelOutputs + lane + v * kLanes,
                   total[t][v]);
 }
 
@@ -234,7 +234,8 @@ inline void rows_to_digits(const DigitRows& rows) {
     if (rows.sums) std::fill_n(rows.sums, groups * rows.width, 0.0f);
   }
   for (int64_t t = 0; t < rows.count; t++)
-    for (int64_t g = 0; g < groups; g++) group_to_digits<D>(rows, rows.x + t * rows.inputs, g, t);
+    for (int64_t g = 0; g < groups; g++)
+      group_to_digits<D>(rows, rows.x + rows.chosen[t] * rows.inputs, g, t);
 }
 
 inline void make_digits(const DigitRows& rows, int64_t digits) {

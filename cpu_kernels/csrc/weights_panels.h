@@ -185,7 +185,7 @@ KVQ_INLINE void multiply_lanes(const PanelProduct& product, int64_t panel, int64
   }
   for (int t = 0; t < T && first + t < block.count; t++)
     for (int v = 0; v < V; v++)
-      put_outputs(product, block.first + first + t, panel * kPanelOutputs + lane + v * kLanes,
+      put_outputs(product, block.rows[first + t], panel * kPanelOutputs + lane + v * kLanes,
                   total[t][v]);
 }
 

@@ -125,7 +125,7 @@ KVQ_INLINE void multiply_outputs(const PanelProduct& product, int64_t output,
   for (int v = 0; v < V; v++) {
     add_sparse<T, S>(weights.tables, output + v, levels[v][0], block, first, total + v * T);
     for (int t = 0; t < T && first + t < block.count; t++)
-      product.y[(block.first + first + t) * weights.outputs + output + v] = total[v * T + t];
+      product.y[block.rows[first + t] * weights.outputs + output + v] = total[v * T + t];
   }
 }
 

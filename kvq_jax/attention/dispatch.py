@@ -311,7 +311,7 @@ def attend(
         out = native.attend(plan, params, before, after, body, inputs, limits)
     else:
         out = streaming.attend(plan, params, before, body, inputs, limits)
-    return streaming.without_lost(plan, inputs.positions, out, before.floor)
+    return streaming.without_lost(plan, inputs, out, before.floor)
 
 
 def attend_prompt(
@@ -327,7 +327,7 @@ def attend_prompt(
     which all see the same body. before: the state without them."""
     by = {"xla": streaming.attend, "native": prompt.attend, "cudnn": cudnn.attend}
     out = by[route.prompts](plan, params, before, body, inputs, limits)
-    return streaming.without_lost(plan, inputs.positions, out, before.floor)
+    return streaming.without_lost(plan, inputs, out, before.floor)
 
 
 def quantize(

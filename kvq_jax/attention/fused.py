@@ -83,7 +83,7 @@ def attend(
     if windows is None and not _leave_at_once(plan):
         add_body = functools.partial(_add_body, launch)
         out = streaming.attend(plan, params, after, body, inputs, limits, add_body, appended=True)
-        return streaming.without_lost(plan, inputs.positions, out, after.floor)
+        return streaming.without_lost(plan, inputs, out, after.floor)
     group = inputs.q_rot.shape[1] // plan.heads
     rows = _by_kv_head(plan, inputs.q_rot)
     of_windows = [] if windows is None else [windows]
@@ -109,7 +109,7 @@ def attend(
     if of_windows:
         part = online_softmax.merge(merged(of_windows, group, launch=launch), part)
     out = streaming.finished(plan, part, inputs.q_rot, inputs.sinks)
-    return streaming.without_lost(plan, inputs.positions, out, after.floor)
+    return streaming.without_lost(plan, inputs, out, after.floor)
 
 
 def _one_kernel_merges(plan: LayerPlan, arguments: BodyArguments, inputs: LayerInputs) -> bool:

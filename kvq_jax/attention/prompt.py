@@ -49,9 +49,9 @@ def attend(
     old = view.keys.shape[2] - tokens
     outside = streaming.outside_body(plan.regions, view.positions[:, :old], limits[:, :1])
     reach = _reach(plan, inputs, view.positions[:, :old], view.real[:, :old] & outside)
-    real = jnp.sum(inputs.valid, axis=1, keepdims=True, dtype=jnp.int32)
-    counts = jnp.minimum(jnp.arange(1, tokens + 1, dtype=jnp.int32)[None], real)
-    part = _attention(plan, rows, view.keys, view.values, reach, counts)
+    counts = jnp.broadcast_to(jnp.arange(1, tokens + 1, dtype=jnp.int32), (batch, tokens))
+    real = jnp.sum(inputs.valid, axis=1, dtype=jnp.int32)
+    part = _attention(plan, rows, view.keys, view.values, reach, counts, real)
     if plan.regions.axis is None:
         part = _add_body(view, inputs, rows, limits, part)
     else:  # the windows are on every shard of the body
@@ -81,12 +81,14 @@ def _attention(
     values: Float[Array, "B K E H"],
     reach: Int[Array, "B E0"],
     counts: Int[Array, "B T"],
+    real: Int[Array, "B"],
 ) -> PartialAttention:
     if keys.dtype != values.dtype:
         keys, values = keys.astype(jnp.float32), values.astype(jnp.float32)
     attention = plan.attention
     options = {"scale": attention.factor(rows.shape[-1]), "soft_cap": attention.soft_cap}
-    part = exact_attention(rows, keys, values, reach, counts, window=attention.window, **options)
+    arrays = rows, keys, values, reach, counts, real
+    part = exact_attention(*arrays, window=attention.window, **options)
     return PartialAttention(*part)
 
 
@@ -104,11 +106,12 @@ def _add_body(
     plan = view.plan
     chunk = streaming.chunk_tokens(plan.regions.block, size, rows[:, :, :1], plan.row_width)
     none = jnp.zeros(limits.shape, jnp.int32)
+    real = jnp.sum(inputs.valid, axis=1, dtype=jnp.int32)
 
     def attend(
         keys: RowsBKTH, values: RowsBKTH, positions: Int[Array, "B C"], seen: Bool[Array, "B C"]
     ) -> PartialAttention:
         reach = _reach(plan, inputs, positions, seen)
-        return _attention(plan, rows, keys, values, reach, none)
+        return _attention(plan, rows, keys, values, reach, none, real)
 
     return dequantized_body.add_body(view, inputs.positions, limits, chunk, attend, part)

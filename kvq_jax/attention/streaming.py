@@ -102,14 +102,16 @@ def attend_view(view: View, queries: Queries, read_body: BodyReader | None = Non
 
 
 def without_lost(
-    plan: LayerPlan, positions: PositionsBT, out: QueryBNTH, floor: LengthsB | None = None
+    plan: LayerPlan, inputs: LayerInputs, out: QueryBNTH, floor: LengthsB | None = None
 ) -> QueryBNTH:
     """Return attention with NaN for tokens past the capacity, and for those whose window reaches
-    below `floor`, the first body token that is held after a trim."""
-    lost = positions >= plan.regions.capacity
+    below `floor`, the first body token that is held after a trim. It is 0 for other tokens that are
+    not stored: products of packed weights skip rows of zeros."""
+    lost = inputs.positions >= plan.regions.capacity
     if floor is not None:
-        lost |= below_floor(plan, positions, floor)
-    return jnp.where(lost[:, None, :, None], jnp.nan, out)
+        lost |= below_floor(plan, inputs.positions, floor)
+    stored = jnp.where(inputs.valid[:, None, :, None], out, 0)
+    return jnp.where(lost[:, None, :, None], jnp.nan, stored)
 
 
 def below_floor(plan: LayerPlan, positions: PositionsBT, floor: LengthsB) -> Bool[Array, "B T"]:

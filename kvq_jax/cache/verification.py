@@ -75,7 +75,10 @@ def seal(cache: Cache, layers: Sequence[int] | None = None, row: int | None = No
         raise NotImplementedError("caches on a mesh cannot be verified; leave out placement")
     lengths = np.array(cache.lengths)
     chosen = range(len(cache.layers)) if layers is None else layers
-    return {layer: _sealed(cache, layer, lengths, row) for layer in chosen}
+    # all layers are dispatched before the first is waited for
+    sums = {layer: _sums_of_layer(cache, layer, row) for layer in chosen}
+    of_rows = lengths if row is None else lengths[row, None]
+    return {layer: Seal(of_rows, tuple(map(np.asarray, arrays))) for layer, arrays in sums.items()}
 
 
 def verify(cache: Cache, seals: Seals) -> tuple[Damage, ...]:
@@ -179,7 +182,9 @@ def _covered(*described: Any) -> tuple[_Covered, ...]:
     return tuple(one for one in arrays if one.field != "body" or "tokens" in one.spec.names)
 
 
-def _sealed(cache: Cache, layer: int, lengths: np.ndarray, row: int | None) -> Seal:
+def _sums_of_layer(
+    cache: Cache, layer: int, row: int | None
+) -> tuple[UInt32[Array, "B parts"], ...]:
     arrays = _arrays(cache, layer)
     leaves = {
         jax.tree_util.keystr(path): leaf
@@ -187,10 +192,7 @@ def _sealed(cache: Cache, layer: int, lengths: np.ndarray, row: int | None) -> S
     }
     chosen = tuple(leaves[one.path] for one in arrays)
     places = tuple(one.axes for one in arrays)
-    if row is None:
-        return Seal(lengths, tuple(map(np.asarray, _sums(chosen, places))))
-    of_row = _sums_of_row(chosen, places, np.int32(row))
-    return Seal(lengths[row, None], tuple(map(np.asarray, of_row)))
+    return _sums(chosen, places) if row is None else _sums_of_row(chosen, places, np.int32(row))
 
 
 @functools.partial(jax.jit, static_argnames="axes")

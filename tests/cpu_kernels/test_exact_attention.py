@@ -45,8 +45,8 @@ def definition(q, keys, values, seen, counts) -> np.ndarray:
 
 @jax.jit
 def attention(q, keys, values, seen, counts):
-    reach = jnp.where(seen, counts.shape[1], 0)
-    m, l, o = exact_attention(q, keys, values, reach, counts, scale=q.shape[3] ** -0.5)
+    reach, queries = jnp.where(seen, counts.shape[1], 0), jnp.full(len(q), counts.shape[1])
+    m, l, o = exact_attention(q, keys, values, reach, counts, queries, scale=q.shape[3] ** -0.5)
     return m, l, o / jnp.maximum(l, 1e-30)
 
 
@@ -125,11 +125,33 @@ def test_arrays_that_do_not_fit_are_an_error_of_xla():
         attention(q, keys, values.astype(np.float16), seen, counts)
 
 
+@pytest.mark.parametrize(("tokens", "dtype"), [(5, "float32"), (140, "bfloat16")])
+@pytest.mark.parametrize("padding", [0, 1, 3, 5])
+def test_queries_that_are_padding_see_nothing_and_change_no_bit_of_the_others(
+    tokens: int, dtype: str, padding: int
+):
+    q, keys, values, seen, counts = prompt(3, tokens, 20, 64, dtype)
+    scale, real = q.shape[3] ** -0.5, tokens - padding
+    reach = np.where(seen, tokens, 0).astype(np.int32)
+    by_head = q.reshape(2, HEADS, 3, tokens, 64).copy()
+    by_head[1, :, :, real:] = np.nan
+    others = [jnp.asarray(a) for a in (keys, values, reach, counts)]
+    q, padded = jnp.asarray(q), jnp.asarray(by_head.reshape(q.shape))
+    whole = exact_attention(q, *others, jnp.full(2, tokens), scale=scale)
+    parts = exact_attention(padded, *others, jnp.array([tokens, real]), scale=scale)
+    for part, every, nothing in zip(parts, whole, (-1e30, 0, 0), strict=True):
+        part, every = (np.asarray(a).reshape(2, HEADS, 3, tokens, -1) for a in (part, every))
+        np.testing.assert_array_equal(part[0], every[0])
+        np.testing.assert_array_equal(part[1, :, :, :real], every[1, :, :, :real])
+        np.testing.assert_array_equal(part[1, :, :, real:], np.float32(nothing))
+        assert (every[1] != np.float32(nothing)).all(), "queries that are no padding see nothing"
+
+
 @jax.jit
 def windowed(q, keys, values, reach, counts):
-    m, l, o = exact_attention(
-        q, keys, values, reach, counts, scale=q.shape[3] ** -0.5, window=WINDOW, soft_cap=CAP
-    )
+    queries = jnp.full(len(q), counts.shape[1])
+    options = {"scale": q.shape[3] ** -0.5, "window": WINDOW, "soft_cap": CAP}
+    m, l, o = exact_attention(q, keys, values, reach, counts, queries, **options)
     return o / jnp.maximum(l, 1e-30)
 
 

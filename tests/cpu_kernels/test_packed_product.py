@@ -144,6 +144,24 @@ def test_nan_in_a_row_stays_in_its_row():
     assert np.isfinite(np.delete(y, 4, axis=0)).all()
 
 
+@pytest.mark.parametrize("digits", [1, 3])
+@pytest.mark.parametrize("filled", [[], [2], [0, 3, 4], [8], list(range(1, 19))])
+def test_rows_of_zeros_are_skipped_and_change_no_bit_of_the_others(filled: list[int], digits: int):
+    arrays, w = matrix(4, 32, 64, 40, coarse=False, mins=True)
+    x = np.zeros((19, len(w)), np.float32)
+    x[filled] = np.random.default_rng(4).normal(size=(len(filled), len(w)))
+    y = product(x, arrays, 40, digits)
+    others = np.setdiff1d(np.arange(len(x)), filled)
+    np.testing.assert_array_equal(y[others], 0)
+    for t in filled:
+        np.testing.assert_array_equal(y[t], product(x[t : t + 1], arrays, 40, digits)[0])
+        assert y[t].any()
+    broken = (arrays[0], arrays[1] * jnp.nan, *arrays[2:])
+    y = product(x, broken, 40, digits)
+    np.testing.assert_array_equal(y[others], 0, "rows of zeros were multiplied")
+    assert np.isnan(y[filled]).all()
+
+
 def test_a_mapped_product_is_the_product_of_each():
     arrays, w = matrix(8, 32, 64, 32, coarse=False, mins=False)
     x = np.random.default_rng(2).normal(size=(3, 2, len(w))).astype(np.float32)

@@ -347,5 +347,7 @@ def _innermost(rows: RowsBKTH, beyond: int) -> tuple[Array, Array]:
     and as many above high."""
     batch, _, tokens, _ = rows.shape
     flat = jnp.swapaxes(rows, 1, 2).reshape(batch, tokens, -1)
-    high, low = (sign * lax.top_k(sign * flat, beyond + 1)[0][..., -1] for sign in (1, -1))
-    return low[:, None, :, None], high[:, None, :, None]
+    ordered = (lax.top_k(sign * flat, beyond + 1) for sign in (1, -1))
+    # XLA of JAX 0.10 would sort all entries of a row on a CPU, to take one
+    high, low = (lax.optimization_barrier(values)[..., -1] for values, _ in ordered)
+    return -low[:, None, :, None], high[:, None, :, None]

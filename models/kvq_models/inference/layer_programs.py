@@ -24,11 +24,10 @@ from kvq_jax.layer.plan import LayerPlan
 from kvq_jax.placement.crossing import crossing
 from kvq_jax.placement.placement import Placement
 from kvq_jax.types.array_types import LayerInputs, LengthsB, PositionsBT, Tree, ValidBT
-from kvq_models.inference.layers import attention_inputs, finish_layer, residual_split
+from kvq_models.inference.layers import attention_inputs, finish_layer, first_input, residual_split
 from kvq_models.inference.method_parameters import parameters_for
 from kvq_models.llama.model import HiddenBTD, Llama
 from kvq_models.llama.rope import ropes_for
-from kvq_models.llama.sharding import embedded
 
 Arrays: TypeAlias = list[Any]  # the leaves of a part of a model or of a cache
 Structure: TypeAlias = Any  # a PyTreeDef, which must be hashable
@@ -107,7 +106,7 @@ def _first(
             arrays, before, tokens, lengths = mesh.taken((arrays, before, tokens, lengths))
             positions, valid = new_tokens(before, capacity, tokens.shape[1], lengths, placement)
             llama = _without_layers(model, outside, arrays)
-            hidden = residual_split(placement)(embedded(llama, tokens, placement))
+            hidden = residual_split(placement)(first_input(llama, tokens, valid, placement))
             return hidden, positions, valid, counted(before, valid, placement)
 
     return jax.jit(first, donate_argnames="before")

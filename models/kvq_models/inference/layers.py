@@ -15,7 +15,7 @@ from kvq_jax.attention.dispatch import Launch
 from kvq_jax.cache.cache import Cache
 from kvq_jax.cache.step import Step, finish, through_layer
 from kvq_jax.placement.placement import Placement
-from kvq_jax.types.array_types import LayerInputs
+from kvq_jax.types.array_types import LayerInputs, ValidBT
 from kvq_models.llama.model import HiddenBTD, Layer, Llama
 from kvq_models.llama.rope import ropes_for
 from kvq_models.llama.sharding import embedded
@@ -30,7 +30,8 @@ def run_layers(llama: Llama, step: Step, tokens: Int[Array, "B T"]) -> tuple[Hid
         residual_split(step.cache.placement),
         step.cache.placement,
     )
-    hidden, positions, valid = split(embedded(llama, tokens, placement)), step.positions, step.valid
+    positions, valid = step.positions, step.valid
+    hidden = split(first_input(llama, tokens, valid, placement))
     if twice := tokens.size == 1 and placement is None and _on_gpu(step):
         hidden, positions, valid = lax.optimization_barrier(
             jax.tree.map(lambda a: jnp.repeat(a, 2, axis=0), (hidden, positions, valid))
@@ -41,6 +42,14 @@ def run_layers(llama: Llama, step: Step, tokens: Int[Array, "B T"]) -> tuple[Hid
         attention, step = through_layer(step, inputs)
         hidden = split(finish_layer(layer, hidden, attention, placement))
     return hidden[: len(tokens)], finish(step)
+
+
+def first_input(
+    llama: Llama, tokens: Int[Array, "B T"], valid: ValidBT, placement: Placement | None
+) -> HiddenBTD:
+    """Return the first layer's input. It is zero for padding and for vacant rows, and remains so,
+    because packed products skip rows of zeros."""
+    return jnp.where(valid[..., None], embedded(llama, tokens, placement), 0)
 
 
 def _on_gpu(step: Step) -> bool:

@@ -13,7 +13,13 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32, UInt32
 
 from kvq_jax.types.pytree import pytree
-from kvq_models.inference.sampling import Sampling, best_token
+from kvq_models.inference.sampling import (
+    Sampling,
+    best_token,
+    least_of_count,
+    least_of_mass,
+    random_token,
+)
 
 Given = Array | np.ndarray
 
@@ -84,7 +90,7 @@ def draw(
     """Draw a token for each row by its own rule, as `sample` would with the same rule, seed, row
     and step. With `shifted`, draw from these logits. Log-probabilities stay those of `logits`.
 
-    A row's result depends on that row alone, bit for bit. Sorting the vocabulary, drawing random
+    A row's result depends on that row alone, bit for bit. Searching the vocabulary, drawing random
     numbers and finding alternatives are skipped if no row needs them.
     """
     samples = rules.temperature > 0
@@ -121,32 +127,27 @@ def filter_rows(logits: Float[Array, "B V"], rules: RowRules) -> Float[Array, "B
     """Apply `filter_logits` to each row by its own rule. Rows of temperature 0 count as temperature
     1."""
     logits = logits / jnp.where(rules.temperature > 0, rules.temperature, 1)[:, None]
-    sorts = (rules.temperature > 0) & ((rules.top_k > 0) | (rules.top_p < 1))
+    samples = rules.temperature > 0
+    counts, sums = samples & (rules.top_k > 0), samples & (rules.top_p < 1)
+    least = jnp.full(len(logits), -jnp.inf)
     least = lax.cond(
-        jnp.any(sorts), lambda: _least_kept(logits, rules), lambda: jnp.full(len(logits), -jnp.inf)
+        jnp.any(counts),
+        lambda: jnp.where(counts, least_of_count(logits, rules.top_k), least),
+        lambda: least,
+    )
+    least = lax.cond(
+        jnp.any(sums),
+        lambda: jnp.where(sums, least_of_mass(logits, least, rules.top_p), least),
+        lambda: least,
     )
     # log(0) is -inf: no bound
     least = jnp.maximum(least, jnp.max(logits, axis=-1) + jnp.log(rules.min_p))
     return jnp.where(logits >= least[:, None], logits, -jnp.inf)
 
 
-def _least_kept(logits: Float[Array, "B V"], rules: RowRules) -> Float[Array, "B"]:
-    """Return the smallest logit that top_k and top_p keep in each row, or -inf if they keep all."""
-    order = jnp.sort(logits, axis=-1, descending=True)
-    last = jnp.clip(rules.top_k - 1, 0, logits.shape[-1] - 1)
-    by_count = jnp.where(
-        rules.top_k > 0, jnp.take_along_axis(order, last[:, None], axis=-1)[:, 0], -jnp.inf
-    )
-    order = jnp.where(order >= by_count[:, None], order, -jnp.inf)
-    probability = jax.nn.softmax(order, axis=-1)
-    before = jnp.cumsum(probability, axis=-1) - probability
-    by_mass = jnp.min(jnp.where(before < rules.top_p[:, None], order, jnp.inf), axis=-1)
-    return jnp.maximum(by_count, jnp.where(rules.top_p < 1, by_mass, -jnp.inf))
-
-
 def _random(logits: Float[Array, "B V"], rules: RowRules) -> Int[Array, "B"]:
-    def one(logits: Array, seed: Given, choice: Given, step: Given) -> Array:
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), choice), step)
-        return jax.random.categorical(key, logits).astype(jnp.int32)
+    def key_of(seed: Given, choice: Given, step: Given) -> Array:
+        return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), choice), step)
 
-    return jax.vmap(one)(filter_rows(logits, rules), rules.seed, rules.choice, rules.step)
+    keys = jax.vmap(key_of)(rules.seed, rules.choice, rules.step)
+    return random_token(filter_rows(logits, rules), keys)

@@ -13,9 +13,11 @@ from flax import nnx
 
 import kvq_jax as kvq
 from kvq_jax.cache.cache import plans
+from kvq_jax.cache.step import begin
 from kvq_models import Sampling, generate, prefill, score
+from kvq_models.inference.layers import run_layers
 from kvq_models.inference.padding import bucket, padded
-from kvq_models.inference.prompts import read_prompt
+from kvq_models.inference.prompts import read_hidden, read_prompt
 from tests.kvq_jax.layer_runs import beyond_rounding, live, parameters_of
 from tests.kvq_models.checkpoints import random_llama, random_tokens, row_errors, tiny_config
 from tests.methods_table import cases
@@ -114,6 +116,24 @@ def test_the_padding_that_a_caller_adds_changes_no_bit(spec):
         a.tobytes() != b.tobytes()
         for a, b in zip(jax.tree.leaves(runs[30]), jax.tree.leaves(other), strict=True)
     )
+
+
+@cases()
+def test_padding_and_vacant_rows_are_zeros_after_the_last_layer(case):
+    """Products of packed weights skip them."""
+    config = tiny_config(hidden_size=128, intermediate_size=32, max_position_embeddings=128)
+    llama, spec = random_llama(config), kvq.parse(case.spec)
+    cache = new_cache(spec, 3, config=config)
+    parameters = tuple(parameters_of(plan) for plan in plans(spec, cache.dims, CAPACITY, "float32"))
+    llama.cache_parameters = nnx.data(parameters)
+    tokens, lengths = random_tokens((3, 40)), jnp.array([40, 0, 23])
+    hidden, cache = read_hidden(llama, cache, tokens, lengths)
+    real = np.arange(40) < np.asarray(lengths)[:, None]
+    np.testing.assert_array_equal(np.abs(hidden).max(axis=2) > 0, real, "a prompt")
+    active = jnp.array([False, False, True])
+    step = begin(cache, 1, active.astype(jnp.int32), prefill=False, parameters=parameters)
+    hidden, _ = run_layers(llama, step, tokens[:, :1])
+    np.testing.assert_array_equal(np.abs(hidden[:, 0]).max(axis=1) > 0, active, "a step")
 
 
 @cases("innerq2", "squat2", "kvquant3_online", "xquant_cl2", usual=("innerq2", "xquant_cl2"))

@@ -5,8 +5,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvq_models.inference.row_sampling import MOST_ALTERNATIVES, RowRules, draw, row_rules
-from kvq_models.inference.sampling import Sampling, best_token, sample
+from kvq_models.inference.row_sampling import (
+    MOST_ALTERNATIVES,
+    RowRules,
+    draw,
+    filter_rows,
+    row_rules,
+)
+from kvq_models.inference.sampling import Sampling, best_token, filter_logits, sample
 
 VOCABULARY, ROWS = 96, 8
 RULES = (
@@ -84,3 +90,44 @@ def test_the_best_token_is_the_first_of_equals_and_in_the_vocabulary():
     np.testing.assert_array_equal(best, logits.argmax(axis=-1))
     assert not np.array_equal(best, np.full_like(best, 8) - logits[..., ::-1].argmax(axis=-1))
     assert 0 <= int(best_token(jnp.full((9,), jnp.nan))) < 9
+
+
+def kept_by_definition(row: np.ndarray, rule: Sampling) -> np.ndarray:
+    """Return a mask of the tokens that a rule keeps, by sorting them."""
+    row = row.astype(float) / rule.temperature
+    order = np.argsort(-row, kind="stable")
+    last = min(rule.top_k or len(row), len(row)) - 1
+    probabilities = np.exp(row[order] - row.max()) * (row[order] >= row[order][last])
+    probabilities /= probabilities.sum()
+    before = np.concatenate([[0], np.cumsum(probabilities)[:-1]])
+    inside = (before < rule.top_p) | (rule.top_p == 1)
+    least = row[order][(probabilities > 0) & inside].min()
+    return (row >= least) & (row >= row.max() + np.log(rule.min_p or 1e-300))
+
+
+def test_filters_keep_what_sorting_would_keep():
+    rng, wrong = np.random.default_rng(7), 0
+    for trial in range(40):
+        logits = rng.normal(size=(ROWS, VOCABULARY)).astype(np.float32) * 4
+        if trial % 2:
+            logits = np.round(logits)  # equal logits are kept together
+        if trial % 3 == 0:
+            logits[:, ::7], logits[:, 1::7] = -np.inf, -0.0
+        rules = [
+            Sampling(
+                float(rng.choice([0.5, 1, 2])),
+                top_k=int(rng.choice([0, 1, 5, 40, VOCABULARY, VOCABULARY + 9])),
+                top_p=float(rng.choice([1e-7, 0.31, 0.77, 0.953, 1])),
+                min_p=float(rng.choice([0, 0.013, 1])),
+            )
+            for _ in range(ROWS)
+        ]
+        arrays = jax.tree.map(jnp.asarray, rules_of(tuple(rules), seed=0, step=0))
+        together = np.asarray(filter_rows(jnp.asarray(logits), arrays)) > -np.inf
+        for row, rule in enumerate(rules):
+            want = kept_by_definition(logits[row], rule)
+            np.testing.assert_array_equal(together[row], want, f"{trial=}, {rule}")
+            one = np.asarray(filter_logits(jnp.asarray(logits[row : row + 1]), rule))[0]
+            np.testing.assert_array_equal(one > -np.inf, want, f"{trial=}, {rule}")
+            wrong += (kept_by_definition(logits[row], rules[row - 1]) != want).any()
+    assert wrong > 100, "other rules keep the same tokens"

@@ -89,6 +89,7 @@ def test_the_kernel_counts_layers_of_prompts_and_not_their_older_bodies():
     rows, counts = jnp.ones((1, 1, 4, 8)), [prompts_attended()]
     for old in (0, 2, 4):
         reach, new = jnp.full((1, old), 4), jnp.full((1, 4), 4 - old)
-        jax.block_until_ready(exact_attention(rows, rows, rows, reach, new, scale=1.0))
+        arrays = rows, rows, rows, reach, new, jnp.full(1, 4)
+        jax.block_until_ready(exact_attention(*arrays, scale=1.0))
         counts.append(prompts_attended())
     assert np.diff(counts).tolist() == [1, 1, 0], "the last call has no new tokens"

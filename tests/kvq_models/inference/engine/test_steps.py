@@ -43,9 +43,13 @@ def tokens_of_rounds(engine: Engine, request: Request) -> list[int]:
     return counts
 
 
-def test_a_call_takes_several_steps_after_one_that_is_timed(llama: Llama, without_a_clock: None):
+def test_a_call_takes_several_steps_once_the_first_token_is_sent(
+    llama: Llama, without_a_clock: None
+):
     # the prompt's own token comes in the first round too
-    assert tokens_of_rounds(engine_of(llama), PLAIN) == [2, 8, 2]
+    engine = engine_of(llama)
+    assert tokens_of_rounds(engine, PLAIN) == [2, 8, 2]
+    assert tokens_of_rounds(engine, PLAIN) == [2, 8, 2], "a first token waited for several steps"
     assert tokens_of_rounds(engine_of(llama, steps=3), PLAIN) == [2, 3, 3, 3, 1]
     assert tokens_of_rounds(engine_of(llama, steps=1), PLAIN) == [2] + [1] * 10
 
@@ -67,6 +71,7 @@ def test_a_call_takes_no_more_steps_than_fit_in_its_time():
 
     assert count(20, 9) == 8
     assert count(20, 5) == 5, "a request has 5 tokens left"
+    assert count(15, 19) == 1, "the first token of a request waits"
     assert count(20, most=2) == 2
     assert count(20, seconds=0.021) == 4
     assert count(20, seconds=0.3) == 1
@@ -101,13 +106,13 @@ def test_penalties_count_every_token_before_the_next_step(
 
 def test_a_prompt_waits_for_one_step(llama: Llama, without_a_clock: None):
     engine = engine_of(llama, widths=(16,))
-    first = engine.submit(PLAIN)
+    first = engine.submit(dataclasses.replace(PLAIN, max_new_tokens=20))
     engine.advance()
     engine.submit(dataclasses.replace(PLAIN, prompt=tuple(range(40))))
-    rounds = [[e for e in engine.advance() if e.ticket == first] for _ in range(3)]
+    rounds = [[e for e in engine.advance() if e.ticket == first] for _ in range(4)]
     counts = [len(tokens_of(events)) for events in rounds]
-    assert counts[:2] == [1, 1], "a chunk of the prompt waited for several steps"
-    assert counts[2] == 8, "no prompt is left, and calls stay short"
+    assert counts[:3] == [1, 1, 1], "a chunk of the prompt waited for several steps"
+    assert counts[3] == 8, "no prompt is left, and calls stay short"
 
 
 def test_a_cancelled_answer_gets_no_more_tokens(llama: Llama, without_a_clock: None):
