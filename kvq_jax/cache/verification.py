@@ -7,8 +7,9 @@ every sequence, and `verify` compares the sums with those of the cache as it is 
 
     sum(part) = sum_i word_i * (2654435761 * i | 1)    mod 2^32
 
-The factors are odd, so a flipped bit always changes its sum. Arrays of a body that have no tokens,
-such as counters of dropped outliers, may change at any time and are not covered.
+The factors are odd, so a flipped bit always changes its sum. Sums of a body go no further than its
+tokens: beyond them it may hold anything. Arrays of a body that have no tokens, such as counters of
+dropped outliers, may change at any time and are not covered.
 """
 
 from __future__ import annotations
@@ -31,8 +32,10 @@ from kvq_jax.types.array_types import ArraySpec
 
 WITHOUT_TOKENS = ("stats", "intact", "floor")  # fields of LayerState
 FACTOR = 2654435761  # Knuth's, so that neighbouring words have unlike factors
+PIECE = 2048  # tokens of a body that are summed at a time
 
 Seals: TypeAlias = "dict[int, Seal]"  # by layer
+Place: TypeAlias = tuple[int, int | None, int | None]  # axes of sequences and tokens, a piece
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +70,7 @@ class Damage:
 
 def seal(cache: Cache, layers: Sequence[int] | None = None, row: int | None = None) -> Seals:
     """Return the sums of these layers of a cache on one device, by default of all, or those of one
-    sequence alone.
+    sequence alone. They take time for the tokens that there are, and not for the capacity.
 
     Raises NotImplementedError for a cache on a mesh.
     """
@@ -75,9 +78,9 @@ def seal(cache: Cache, layers: Sequence[int] | None = None, row: int | None = No
         raise NotImplementedError("caches on a mesh cannot be verified; leave out placement")
     lengths = np.array(cache.lengths)
     chosen = range(len(cache.layers)) if layers is None else layers
-    # all layers are dispatched before the first is waited for
-    sums = {layer: _sums_of_layer(cache, layer, row) for layer in chosen}
     of_rows = lengths if row is None else lengths[row, None]
+    # all layers are dispatched before the first is waited for
+    sums = {layer: _sums_of_layer(cache, layer, int(of_rows.max()), row) for layer in chosen}
     return {layer: Seal(of_rows, tuple(map(np.asarray, arrays))) for layer, arrays in sums.items()}
 
 
@@ -127,6 +130,22 @@ class _Covered:
         """Return the axes of sequences and of tokens, None if there are no tokens."""
         tokens = None if self.field in WITHOUT_TOKENS else self.spec.axis("tokens")
         return self.spec.axis("batch"), tokens
+
+    def piece(self, regions: Regions) -> int | None:
+        """Return how many parts are summed at a time, up to the last one with tokens, or None if
+        all are summed at once."""
+        if self.field != "body" or regions.wraps:
+            return None
+        axis = self.spec["tokens"]
+        parts = -(-axis.size * PIECE // axis.count)
+        return parts if parts < axis.size else None
+
+    def pieces(self, regions: Regions, length: int) -> int:
+        """Return the number of pieces that hold tokens of sequences of this length."""
+        if (piece := self.piece(regions)) is None:
+            return 0
+        axis = self.spec["tokens"]
+        return -(-regions.body(length) * axis.size // (axis.count * piece))
 
     def stays(self, regions: Regions, before: int, now: int) -> np.ndarray:
         """Return a mask of the parts that a sequence had at the length `before` and has at
@@ -183,7 +202,7 @@ def _covered(*described: Any) -> tuple[_Covered, ...]:
 
 
 def _sums_of_layer(
-    cache: Cache, layer: int, row: int | None
+    cache: Cache, layer: int, length: int, row: int | None
 ) -> tuple[UInt32[Array, "B parts"], ...]:
     arrays = _arrays(cache, layer)
     leaves = {
@@ -191,26 +210,54 @@ def _sums_of_layer(
         for path, leaf in jax.tree_util.tree_leaves_with_path(cache.layers[layer])
     }
     chosen = tuple(leaves[one.path] for one in arrays)
-    places = tuple(one.axes for one in arrays)
-    return _sums(chosen, places) if row is None else _sums_of_row(chosen, places, np.int32(row))
+    regions = cache.plans[layer].regions
+    places = tuple((*one.axes, one.piece(regions)) for one in arrays)
+    counts = np.array([one.pieces(regions, length) for one in arrays], np.int32)
+    return _sums(chosen, places, counts, None if row is None else np.int32(row))
 
 
-@functools.partial(jax.jit, static_argnames="axes")
+@functools.partial(jax.jit, static_argnames="places")
 def _sums(
-    arrays: tuple[Array, ...], axes: tuple[tuple[int, int | None], ...]
+    arrays: tuple[Array, ...],
+    places: tuple[Place, ...],
+    counts: Int[Array, "arrays"],
+    row: Int[Array, ""] | None = None,
 ) -> tuple[UInt32[Array, "B parts"], ...]:
-    return tuple(_sum(array, *places) for array, places in zip(arrays, axes, strict=True))
-
-
-@functools.partial(jax.jit, static_argnames="axes")
-def _sums_of_row(
-    arrays: tuple[Array, ...], axes: tuple[tuple[int, int | None], ...], row: Int[Array, ""]
-) -> tuple[UInt32[Array, "one parts"], ...]:
-    rows = (
-        lax.dynamic_slice_in_dim(array, row, 1, batch)
-        for array, (batch, _) in zip(arrays, axes, strict=True)
+    """Return the sums of each array's first pieces, or those of one sequence. Zeros lie behind
+    them."""
+    return tuple(
+        _sum_of_pieces(array, *place, counts[i], row)
+        for i, (array, place) in enumerate(zip(arrays, places, strict=True))
     )
-    return tuple(_sum(array, *places) for array, places in zip(rows, axes, strict=True))
+
+
+def _sum_of_pieces(
+    array: Array,
+    batch: int,
+    tokens: int | None,
+    piece: int | None,
+    count: Int[Array, ""],
+    row: Int[Array, ""] | None,
+) -> UInt32[Array, "B parts"]:
+    def cut(first: Array | None = None) -> Array:
+        starts, sizes = [0] * array.ndim, list(array.shape)
+        if row is not None:
+            starts[batch], sizes[batch] = row, 1
+        if first is not None:
+            starts[tokens], sizes[tokens] = first, piece
+        return lax.dynamic_slice(array, starts, sizes)
+
+    if tokens is None or piece is None:
+        return _sum(cut(), batch, tokens)
+    parts = array.shape[tokens]
+
+    def add(i: Array, sums: Array) -> Array:
+        first = jnp.minimum(i * piece, parts - piece)
+        of_piece = _sum(cut(first), batch, tokens)
+        return lax.dynamic_update_slice_in_dim(sums, of_piece, first, 1)
+
+    rows = array.shape[batch] if row is None else 1
+    return lax.fori_loop(0, count, add, jnp.zeros((rows, parts), jnp.uint32))
 
 
 def _sum(array: Array, batch: int, tokens: int | None) -> UInt32[Array, "B parts"]:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import kvq_jax as kvq
+from kvq_jax.cache import verification
 from kvq_jax.cache.verification import _arrays, changes
 from tests.kvq_jax.cache_runs import LENGTHS, filled
 from tests.kvq_jax.layer_runs import CAPACITY, STEP, decode, parameters_of, sequences
@@ -44,7 +45,10 @@ def flipped(
 
 
 @cases()
-def test_what_is_sealed_stays_and_every_flipped_bit_of_it_is_found(case: MethodCase):
+def test_what_is_sealed_stays_and_every_flipped_bit_of_it_is_found(
+    case: MethodCase, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(verification, "PIECE", 16)
     cache = filled(case.spec, LENGTHS)
     seals = kvq.files.seal(cache)
     later = grown(cache)
@@ -78,6 +82,29 @@ def test_what_is_sealed_stays_and_every_flipped_bit_of_it_is_found(case: MethodC
             for layer, before in seals.items()
             for damage in changes(damaged, layer, before.of(row), alone[layer])
         }, "a sequence that is sealed alone"
+
+
+@pytest.mark.parametrize(
+    "spec", ["kivi:sink=0,recent=12,block=16", "turboquant:sink=2,recent=3,block=8"]
+)
+def test_sums_go_as_far_as_the_tokens_do(spec: str, monkeypatch: pytest.MonkeyPatch):
+    row = 5
+    assert LENGTHS[row] < CAPACITY // 2
+    cache = filled(spec, LENGTHS)
+    first = next(array for array in _arrays(cache, 0) if array.field == "body")
+    index = [0] * len(first.spec.shape)
+    index[first.axes[0]], index[first.axes[1]] = row, first.spec["tokens"].size - 1
+    changed = flipped(cache, 0, first.path, tuple(index))
+    whole = kvq.files.seal(cache, row=row)
+    assert not alike(whole, kvq.files.seal(changed, row=row))
+    monkeypatch.setattr(verification, "PIECE", 16)
+    assert alike(whole, kvq.files.seal(cache, row=row)), "sums of pieces differ"
+    assert alike(whole, kvq.files.seal(changed, row=row)), "what has no tokens is summed"
+
+
+def alike(one: verification.Seals, other: verification.Seals) -> bool:
+    pairs = [zip(one[layer].sums, other[layer].sums, strict=True) for layer in one]
+    return all(np.array_equal(a, b) for sums in pairs for a, b in sums)
 
 
 def test_a_length_that_shrinks_is_damage():
