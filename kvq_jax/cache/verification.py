@@ -239,25 +239,21 @@ def _sum_of_pieces(
     count: Int[Array, ""],
     row: Int[Array, ""] | None,
 ) -> UInt32[Array, "B parts"]:
-    def cut(first: Array | None = None) -> Array:
-        starts, sizes = [0] * array.ndim, list(array.shape)
-        if row is not None:
-            starts[batch], sizes[batch] = row, 1
-        if first is not None:
-            starts[tokens], sizes[tokens] = first, piece
-        return lax.dynamic_slice(array, starts, sizes)
-
+    # one slice of both axes: a row that is cut before the loop is a copy of it
+    starts: list[int | Array] = [0] * array.ndim
+    sizes = list(array.shape)
+    if row is not None:
+        starts[batch], sizes[batch] = row, 1
     if tokens is None or piece is None:
-        return _sum(cut(), batch, tokens)
-    parts = array.shape[tokens]
+        return _sum(lax.dynamic_slice(array, starts, sizes), batch, tokens)
+    parts, sizes[tokens] = array.shape[tokens], piece
 
     def add(i: Array, sums: Array) -> Array:
         first = jnp.minimum(i * piece, parts - piece)
-        of_piece = _sum(cut(first), batch, tokens)
-        return lax.dynamic_update_slice_in_dim(sums, of_piece, first, 1)
+        part = lax.dynamic_slice(array, [*starts[:tokens], first, *starts[tokens + 1 :]], sizes)
+        return lax.dynamic_update_slice_in_dim(sums, _sum(part, batch, tokens), first, 1)
 
-    rows = array.shape[batch] if row is None else 1
-    return lax.fori_loop(0, count, add, jnp.zeros((rows, parts), jnp.uint32))
+    return lax.fori_loop(0, count, add, jnp.zeros((sizes[batch], parts), jnp.uint32))
 
 
 def _sum(array: Array, batch: int, tokens: int | None) -> UInt32[Array, "B parts"]:

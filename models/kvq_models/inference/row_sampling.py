@@ -132,12 +132,12 @@ def filter_rows(logits: Float[Array, "B V"], rules: RowRules) -> Float[Array, "B
     least = jnp.full(len(logits), -jnp.inf)
     least = lax.cond(
         jnp.any(counts),
-        lambda: jnp.where(counts, least_of_count(logits, rules.top_k), least),
+        lambda: jnp.where(counts, least_of_count(logits, jnp.asarray(rules.top_k)), least),
         lambda: least,
     )
     least = lax.cond(
         jnp.any(sums),
-        lambda: jnp.where(sums, least_of_mass(logits, least, rules.top_p), least),
+        lambda: jnp.where(sums, least_of_mass(logits, least, jnp.asarray(rules.top_p)), least),
         lambda: least,
     )
     # log(0) is -inf: no bound
