@@ -2,7 +2,8 @@
 // XLA's threads.
 //
 //   arguments   q f32 [B, K, R, H], R = G * T; keys, values f32, f16 or bf16 [B, K, E, H];
-//               reach s32 [B, E0], E0 <= E; counts s32 [B, T]; queries s32 [B]: tokens that are no padding
+//               reach s32 [B, E0], E0 <= E; counts s32 [B, T]; queries s32 [B], the number of
+//               tokens that are no padding
 //   attributes  window: query token t sees no new row before t - window + 1, or 0; scale f32;
 //               soft_cap f32: the bound of scores, or 0
 //   results     m, l f32 [B, K, R, 1], o f32 [B, K, R, H]
