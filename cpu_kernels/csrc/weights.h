@@ -97,7 +97,7 @@ struct TokenBlock {
   const float* x;         // [I, n], or null
   const float* by_word;   // [runs of kLaneRun, 8, n, kLaneWords]: x of entry j of each word. Zeros
                           // lie behind the last input. Null without tables
-  const float* sums;      // [I / group, n]: of x over each group. Null without minima
+  const float* sums;      // [I / group, n]: of x over each group. Null if nothing asks for them
   const int32_t* digits;  // [I / 4, n, k]: int8 digits of four inputs, or null
   const float* scales;    // [I / group, n]
   const int32_t* starts;  // [I / group, n, 2]: of sums of products with all digits but the last,
@@ -127,11 +127,13 @@ struct DigitRows {
   float* sums;  // null without minima
 };
 
-// A kernel for a processor: of floats, or of 1 or 3 digits with what makes them. Weights of 16 bits
-// meet floats in every kernel.
+// A kernel for a processor: of floats, and of digits if bytes are multiplied faster. Weights of 16
+// bits meet floats in every kernel.
 struct Multiplier {
   void (*panels)(const PanelProduct&);
-  void (*to_digits)(const DigitRows&, int64_t digits);  // null for floats
+  // True if a matrix meets rows of so many digits. Null for a kernel of floats alone.
+  bool (*reads_digits)(const PackedMatrix&, int64_t digits) = nullptr;
+  void (*to_digits)(const DigitRows&, int64_t digits) = nullptr;
 };
 
 }  // namespace kvq

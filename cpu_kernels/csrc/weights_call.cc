@@ -37,7 +37,7 @@ struct FreeAligned {
 struct Rows {
   int64_t group;
   int32_t offset;
-  bool summed, to_digits, rounded, by_word;
+  bool to_digits, summed, rounded, by_word;
   int64_t floats = 0, sums = 0, lanes = 0, integers = 0, starts = 0;  // of a block
   std::unique_ptr<float[]> scratch{};
   std::unique_ptr<int32_t[]> words{};
@@ -45,8 +45,9 @@ struct Rows {
   std::vector<TokenBlock> blocks{};
 
   Rows(const PackedCall& call, const PackedMatrix& weights, const Multiplier& kernel)
-      : group(weights.group), offset(offset_of(weights)), summed(weights.mins.fine != nullptr),
-        to_digits(kernel.to_digits && weights.integers()),
+      : group(weights.group), offset(offset_of(weights)),
+        to_digits(kernel.reads_digits && kernel.reads_digits(weights, call.digits)),
+        summed(weights.mins.fine || (weights.centre != 0 && !to_digits)),
         rounded(call.digits == 1 && weights.integers()), by_word(weights.has_tables()) {}
 
   bool serves(const Rows& other) const {

@@ -1,5 +1,5 @@
-// Products of packed weights with rows of activations by the instructions that add four products of
-// bytes at once (AVX512-VNNI).
+// Products of packed weights with rows of activations by instructions that multiply bytes: the
+// digits, and the tiles whose products they become (weights_vnni.h, weights_pairs.h).
 //
 // A row becomes one or three digits of 8 bits for each input, to a scale for each group of inputs.
 // Sums over a group are exact. With three digits an activation is off by at most 2^-23 of its
@@ -20,132 +20,28 @@ constexpr int kInWord = 4;  // inputs whose codes or digits lie in a word
 enum class Code { kNibble, kE2M1, kByte };
 constexpr int bits_of(Code code) { return code == Code::kByte ? 8 : 4; }
 
-// Twice the numbers of 4 bits (kTwiceE2M1), counted from -12.
-inline __m512i counted_e2m1(__m512i codes) {
-  const __m128i counted = _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);
-  return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(counted), codes);
-}
-
-inline __m512i add_products(__m512i sum, __m512i codes, int32_t digits) {
-  return _mm512_dpbusd_epi32(sum, codes, _mm512_set1_epi32(digits));
-}
-
-// Call use(word, codes) for each word of inputs of a group, with codes that count from 0.
-template <Code kCode, int kGroup, int V, class Use>
-KVQ_INLINE void for_words(const char* codes, Use use) {
-  if constexpr (kCode != Code::kByte) {
-    const __m512i low = _mm512_set1_epi8(15);
-#pragma GCC unroll 4
-    for (int w = 0; w < kGroup / 8; w++, codes += 4 * kPanelOutputs) {
-      __m512i lower[V], upper[V];
-#pragma GCC unroll 2
-      for (int v = 0; v < V; v++) {
-        const __m512i packed = _mm512_loadu_si512(codes + 64 * v);
-        lower[v] = _mm512_and_si512(packed, low);
-        upper[v] = _mm512_and_si512(_mm512_srli_epi16(packed, 4), low);
-      }
-      __builtin_prefetch(codes + kAhead);
-      __builtin_prefetch(codes + kAhead + 64);
-      if constexpr (kCode == Code::kE2M1) {
-#pragma GCC unroll 2
-        for (int v = 0; v < V; v++) {
-          lower[v] = counted_e2m1(lower[v]);
-          upper[v] = counted_e2m1(upper[v]);
-        }
-      }
-      use(w, lower);
-      use(kGroup / 8 + w, upper);
-    }
-  } else {
-    const __m512i half = _mm512_set1_epi8(int8_t(0x80));
-#pragma GCC unroll 8
-    for (int w = 0; w < kGroup / kInWord; w++, codes += 4 * kPanelOutputs) {
-      __m512i counted[V];
-#pragma GCC unroll 2
-      for (int v = 0; v < V; v++)
-        counted[v] = _mm512_xor_si512(_mm512_loadu_si512(codes + 64 * v), half);
-      __builtin_prefetch(codes + kAhead);
-      __builtin_prefetch(codes + kAhead + 64);
-      use(w, counted);
-    }
-  }
-}
-
 // y[t, lane ..] for T rows of a block of S, and V vectors of outputs from `lane` of a panel on.
 template <Code kCode, int kGroup, int D, int T, int S, int V>
-KVQ_INLINE void add_lanes(const PanelProduct& product, int64_t panel, int64_t lane,
-                          const TokenBlock& block, int64_t first) {
-  const PackedMatrix& weights = *product.weights;
-  const int64_t groups = weights.inputs / kGroup;
-  constexpr int64_t kBytes = kGroup * kPanelOutputs * bits_of(kCode) / 8;  // of a group
-  const char* codes =
-      static_cast<const char*>(weights.codes) + panel * groups * kBytes + lane * kInWord;
-  Floats total[T][V] = {};
-  for (int64_t g = 0; g < groups; g++, codes += kBytes) {
-    const int32_t* digits = block.digits + (g * (kGroup / kInWord) * S + first) * D;
-    const int32_t* starts = block.starts + (g * S + first) * 2;
-    __m512i sums[D][T][V];
-#pragma GCC unroll 8
-    for (int t = 0; t < T; t++)
-#pragma GCC unroll 2
-      for (int v = 0; v < V; v++) {
-        sums[0][t][v] = _mm512_setzero_si512();
-        if (D > 1) sums[D > 1 ? D - 2 : 0][t][v] = _mm512_set1_epi32(starts[2 * t]);
-        sums[D - 1][t][v] = _mm512_set1_epi32(starts[2 * t + 1]);
-      }
-    for_words<kCode, kGroup, V>(
-        codes, [&](int word, const __m512i* counted) __attribute__((always_inline)) {
-#pragma GCC unroll 8
-          for (int t = 0; t < T; t++)
-#pragma GCC unroll 3
-            for (int d = 0; d < D; d++) {
-              const int32_t digit = digits[(word * S + t) * D + d];
-#pragma GCC unroll 2
-              for (int v = 0; v < V; v++)
-                sums[d][t][v] = add_products(sums[d][t][v], counted[v], digit);
-            }
-        });
-#pragma GCC unroll 2
-    for (int v = 0; v < V; v++) {
-      const int64_t at = lane + v * kLanes;
-      const Floats scale = scales_at(weights.scales, panel, groups, g, kGroup, at);
-      const Floats least = weights.mins.fine
-                               ? minima_at(weights.mins, panel, groups, g, kGroup, at, scale)
-                               : Floats{};
-#pragma GCC unroll 8
-      for (int t = 0; t < T; t++) {
-        Floats sum = (Floats)_mm512_cvtepi32_ps(sums[D - 1][t][v]);
-        if constexpr (D == 3) {
-          const __m512i above =
-              _mm512_add_epi32(_mm512_slli_epi32(sums[0][t][v], 8), sums[1][t][v]);
-          sum += (Floats)_mm512_cvtepi32_ps(above) * 256.0f;
-        }
-        total[t][v] += scale * splat(block.scales[g * S + first + t]) * sum;
-        if (weights.mins.fine) total[t][v] += least * splat(block.sums[g * S + first + t]);
-      }
-    }
-  }
-  for (int t = 0; t < T && first + t < block.count; t++)
-    for (int v = 0; v < V; v++)
-      put_outputs(product, block.rows[first + t], panel * kPanelOutputs + lane + v * kLanes,
-                  total[t][v]);
-}
+void multiply_tile(const PanelProduct& product, int64_t panel, int64_t lane,
+                   const TokenBlock& block, int64_t first);
 
 template <Code kCode, int kGroup, int D, int T, int S, int V>
 inline void add_block(const PanelProduct& product, int64_t panel, const TokenBlock& block) {
   for (int64_t first = 0; first < std::min<int64_t>(S, block.count); first += T)
     for (int64_t lane = 0; lane < kPanelOutputs; lane += V * kLanes)
-      add_lanes<kCode, kGroup, D, T, S, V>(product, panel, lane, block, first);
+      multiply_tile<kCode, kGroup, D, T, S, V>(product, panel, lane, block, first);
 }
 
+// Tiles whose sums fit the registers: 32 of AVX-512, and 16 of AVX2, which has one digit alone.
 template <Code kCode, int kGroup, int D>
 inline void multiply_digits(const PanelProduct& product) {
+  constexpr bool kWide = kLanes == 16;
   for (int64_t panel = product.first_panel; panel < product.last_panel; panel++)
     for (int64_t b = product.first_block; b < product.last_block; b++) {
       const TokenBlock& block = product.blocks[b];
       switch (block.width) {
         case 1:
-          add_block<kCode, kGroup, D, 1, 1, 2>(product, panel, block);
+          add_block<kCode, kGroup, D, 1, 1, kWide ? 2 : 4>(product, panel, block);
           break;
         case 2:
           add_block<kCode, kGroup, D, 2, 2, 2>(product, panel, block);
@@ -153,72 +49,85 @@ inline void multiply_digits(const PanelProduct& product) {
         case 4:
           add_block<kCode, kGroup, D, 4, 4, 2>(product, panel, block);
           break;
-        default:  // sums of three digits of 8 rows and two vectors would not fit the registers
-          add_block<kCode, kGroup, D, 8, 8, D == 1 ? 2 : 1>(product, panel, block);
+        default:
+          add_block<kCode, kGroup, D, 8, 8, kWide && D == 1 ? 2 : 1>(product, panel, block);
       }
     }
 }
 
-template <int D>
-inline void multiply_bits(const PanelProduct& product) {
-  const PackedMatrix& weights = *product.weights;
-  if (weights.e2m1()) multiply_digits<Code::kE2M1, 32, D>(product);
-  else if (weights.bits == 4) multiply_digits<Code::kNibble, 32, D>(product);
-  else if (weights.group == 32) multiply_digits<Code::kByte, 32, D>(product);
-  else multiply_digits<Code::kByte, 16, D>(product);
+inline Ints nearest(Floats x) {
+#if defined(__AVX512F__)
+  return (Ints)_mm512_cvtps_epi32((__m512)x);
+#else
+  return (Ints)_mm256_cvtps_epi32((__m256)x);
+#endif
 }
 
-inline void multiply_by_digits(const PanelProduct& product) {
-  if (!product.weights->integers()) multiply_numbers(product);
-  else if (product.digits == 1) multiply_bits<1>(product);
-  else multiply_bits<3>(product);
+inline int32_t sum_of_lanes(Ints x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_epi32((__m512i)x);
+#else
+  const __m256i eight = (__m256i)x;
+  const __m128i four =
+      _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+  const __m128i two = _mm_add_epi32(four, _mm_unpackhi_epi64(four, four));
+  return _mm_cvtsi128_si32(two) + _mm_extract_epi32(two, 1);
+#endif
+}
+
+// The lowest 8 bits of each lane.
+inline void store_bytes(Ints x, int8_t* bytes) {
+#if defined(__AVX512F__)
+  _mm_storeu_si128((__m128i*)bytes, _mm512_cvtepi32_epi8((__m512i)x));
+#else
+  typedef int8_t Bytes __attribute__((vector_size(kLanes)));
+  const Bytes lowest = __builtin_convertvector(x, Bytes);
+  std::memcpy(bytes, &lowest, sizeof lowest);
+#endif
 }
 
 // Digits of a group of a row. A group with entries that are not finite has a scale that is none.
 template <int D>
 inline void group_to_digits(const DigitRows& rows, const float* x, int64_t g, int64_t t) {
   constexpr float kMost = D == 1 ? 127.0f : 127.0f * 65536;
+  constexpr int64_t kMostVectors = 32 / kLanes;
   const int64_t vectors = rows.group / kLanes, at = g * rows.width + t;
-  __m512 entries[2], largest = _mm512_setzero_ps();
-  __mmask16 all_finite = 0xFFFF;
+  Floats entries[kMostVectors], largest{};
+  Ints all_finite = ~Ints{};
   for (int64_t i = 0; i < vectors; i++) {
-    entries[i] = _mm512_loadu_ps(x + g * rows.group + i * kLanes);
-    const __m512 size = _mm512_abs_ps(entries[i]);
-    all_finite &= _mm512_cmp_ps_mask(size, _mm512_set1_ps(__builtin_inff()), _CMP_LT_OQ);
-    largest = _mm512_max_ps(largest, size);
+    entries[i] = load(x + g * rows.group + i * kLanes);
+    const Floats size = (Floats)((Ints)entries[i] & 0x7FFFFFFF);
+    all_finite &= (Ints)(size < __builtin_inff());
+    largest = larger(largest, size);
   }
-  const bool finite = all_finite == 0xFFFF;
-  const float most = finite ? _mm512_reduce_max_ps(largest) : 0;
+  const bool finite = sum_of_lanes(all_finite) == -kLanes;
+  const float most = finite ? largest_lane(largest) : 0;
   // Groups of tiny numbers count as 0: 1 / scale has to be a number.
   const float scale = most > 1e-30f ? most / kMost : 0;
-  const __m512 factor = _mm512_set1_ps(scale > 0 ? kMost / most : 0);
-  const __mmask16 counted = finite ? 0xFFFF : 0;
-  __m512i above = _mm512_setzero_si512(), all = above;
+  const Floats factor = splat(scale > 0 ? kMost / most : 0);
+  Ints above{}, all{};
   for (int64_t i = 0; i < vectors; i++) {
-    __m512i digits[3];
-    const __m512i whole = _mm512_cvtps_epi32(_mm512_maskz_mul_ps(counted, entries[i], factor));
-    all = _mm512_add_epi32(all, whole);
+    Ints digits[3];
+    const Ints whole = finite ? nearest(entries[i] * factor) : Ints{};
+    all += whole;
     digits[D - 1] = whole;
     if constexpr (D == 3) {  // the lowest 8 bits of each, and what they leave
-      const auto rest = [](__m512i number) {
-        const __m512i low = _mm512_srai_epi32(_mm512_slli_epi32(number, 24), 24);
-        return _mm512_srai_epi32(_mm512_sub_epi32(number, low), 8);
-      };
+      const auto rest = [](Ints number) { return (number - (number << 24 >> 24)) >> 8; };
       digits[1] = rest(whole);
       digits[0] = rest(digits[1]);
-      above = _mm512_add_epi32(above, digits[1]);
+      above += digits[1];
     }
     for (int d = 0; d < D; d++) {
-      alignas(16) int32_t words[4];
-      _mm_store_si128((__m128i*)words, _mm512_cvtepi32_epi8(digits[d]));
-      for (int64_t w = 0; w < 4; w++)
-        rows.digits[(((g * vectors + i) * 4 + w) * rows.width + t) * D + d] = words[w];
+      alignas(16) int32_t words[kLanes / kInWord];
+      store_bytes(digits[d], reinterpret_cast<int8_t*>(words));
+      for (int64_t w = 0; w < kLanes / kInWord; w++)
+        rows.digits[((g * rows.group + i * kLanes) / kInWord + w) * rows.width * D + t * D + d] =
+            words[w];
     }
   }
   const float known = finite ? scale : __builtin_nanf("");
   rows.scales[at] = known;
-  const int32_t of_all = _mm512_reduce_add_epi32(all);
-  const int32_t of_above = D == 3 ? _mm512_reduce_add_epi32(above) : 0;
+  const int32_t of_all = sum_of_lanes(all), of_above = D == 3 ? sum_of_lanes(above) : 0;
   rows.starts[2 * at] = -rows.offset * of_above;
   rows.starts[2 * at + 1] = -rows.offset * (of_all - 256 * of_above);
   if (rows.sums) rows.sums[at] = known * float(of_all);

@@ -15,11 +15,17 @@
 
 namespace {
 
-constexpr int kChains = 2;  // sums of a group, for the latency of additions
+using kvq::kTokenBlock;
+
+constexpr int64_t kBlocksTogether = 32;  // blocks of rows that a group of codes meets
+
+// Sums of a group, for the latency of additions. Tiles of AVX2 have as many sums without.
+constexpr int kChains = kLanes == 8 ? 1 : 2;
 
 // Codes of 4 bits that count from a centre.
 struct Counted {
 #if defined(__AVX512F__)
+  static constexpr bool kFromZero = false;
   const Floats levels;
   explicit Counted(const PackedMatrix& weights)
       : levels(Floats{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} - weights.centre) {}
@@ -28,14 +34,15 @@ struct Counted {
     return (Floats)_mm512_permutexvar_ps((__m512i)word, (__m512)levels);
   }
 #else
-  const float centre;
-  explicit Counted(const PackedMatrix& weights) : centre(weights.centre) {}
-  KVQ_INLINE Floats decoded(Uints word) const { return to_float(word & 15) - centre; }
+  static constexpr bool kFromZero = true;  // sums start with the centre's part
+  explicit Counted(const PackedMatrix&) {}
+  KVQ_INLINE Floats decoded(Uints word) const { return to_float(word & 15); }
 #endif
 };
 
 // Numbers of 4 bits, twice their size.
 struct E2M1 {
+  static constexpr bool kFromZero = false;
   const Table levels{kTwiceE2M1};
   explicit E2M1(const PackedMatrix&) {}
   KVQ_INLINE Floats decoded(Uints word) const { return levels.at(word); }
@@ -43,6 +50,7 @@ struct E2M1 {
 
 // Codes of levels.
 struct Levels {
+  static constexpr bool kFromZero = false;
   const Table levels;
   explicit Levels(const PackedMatrix& weights) : levels(weights.levels) {}
   KVQ_INLINE Floats decoded(Uints word) const { return levels.at(word); }
@@ -55,12 +63,15 @@ struct Nibbles : Decoder {
   static constexpr bool kScaled = true;
   using Decoder::Decoder;
 
-  // Call use(input, chain, codes) for each input of a group.
+  static constexpr int64_t kApart = 4;  // inputs from one run of 8 to the next
+  static constexpr int64_t input_of(int64_t i) { return i % 2 * 16 + i / 2; }  // of the first run
+
+  // Call use(i, input, codes) for each input of a group, in runs of 8.
   template <int kGroup, int V, class Use>
   KVQ_INLINE void for_group(const void* codes, int64_t group, Use use) const {
     const uint32_t* words =
         static_cast<const uint32_t*>(codes) + group * (kvq::kWordInputs / 8) * kPanelOutputs;
-    for (int w = 0; w < kvq::kWordInputs / 8; w++, words += kPanelOutputs) {
+    for (int64_t w = 0; w < kvq::kWordInputs / 8; w++, words += kPanelOutputs) {
       Uints packed[V];
 #pragma GCC unroll 8
       for (int v = 0; v < V; v++) std::memcpy(&packed[v], words + v * kLanes, sizeof packed[v]);
@@ -71,7 +82,7 @@ struct Nibbles : Decoder {
         Floats entries[V];
 #pragma GCC unroll 8
         for (int v = 0; v < V; v++) entries[v] = this->decoded(packed[v] >> (4 * j));
-        use(j % 2 * 16 + 4 * w + j / 2, j % kChains, entries);
+        use(8 * w + j, j % 2 * 16 + 4 * w + j / 2, entries);
       }
     }
   }
@@ -98,14 +109,16 @@ struct E4M3 {
 template <class Decoder>
 struct Bytes {
   static constexpr int kLaneBytes = 4;
-  static constexpr bool kScaled = true;
+  static constexpr bool kScaled = true, kFromZero = false;
   explicit Bytes(const PackedMatrix&) {}
+  static constexpr int64_t kApart = 8;
+  static constexpr int64_t input_of(int64_t i) { return i; }
 
   template <int kGroup, int V, class Use>
   KVQ_INLINE void for_group(const void* codes, int64_t group, Use use) const {
     const uint32_t* words =
         static_cast<const uint32_t*>(codes) + group * kGroup / 4 * kPanelOutputs;
-    for (int i = 0; i < kGroup; i += 4, words += kPanelOutputs) {
+    for (int64_t i = 0; i < kGroup; i += 4, words += kPanelOutputs) {
       Uints packed[V];
 #pragma GCC unroll 8
       for (int v = 0; v < V; v++) std::memcpy(&packed[v], words + v * kLanes, sizeof packed[v]);
@@ -116,7 +129,7 @@ struct Bytes {
         Floats entries[V];
 #pragma GCC unroll 8
         for (int v = 0; v < V; v++) entries[v] = Decoder::decoded(packed[v] << (24 - 8 * j));
-        use(i + j, j % kChains, entries);
+        use(i + j, i + j, entries);
       }
     }
   }
@@ -126,67 +139,107 @@ struct Bytes {
 template <bool kBfloat16>
 struct Halves {
   static constexpr int kLaneBytes = 2;
-  static constexpr bool kScaled = false;
+  static constexpr bool kScaled = false, kFromZero = false;
   explicit Halves(const PackedMatrix&) {}
+  static constexpr int64_t kApart = 8;
+  static constexpr int64_t input_of(int64_t i) { return i; }
 
   template <int kGroup, int V, class Use>
   KVQ_INLINE void for_group(const void* codes, int64_t group, Use use) const {
     const uint16_t* numbers = static_cast<const uint16_t*>(codes) + group * kGroup * kPanelOutputs;
 #pragma GCC unroll 8
-    for (int i = 0; i < kGroup; i++, numbers += kPanelOutputs) {
+    for (int64_t i = 0; i < kGroup; i++, numbers += kPanelOutputs) {
       Floats entries[V];
 #pragma GCC unroll 8
       for (int v = 0; v < V; v++) entries[v] = load_halves(numbers + v * kLanes, kBfloat16);
       __builtin_prefetch(numbers + kAhead / 2);
-      use(i, i % kChains, entries);
+      use(i, i, entries);
     }
   }
 };
+
+// The scales and minima of group g of V vectors of outputs, from `lane` of a panel on.
+template <class Codes, int kGroup, int V>
+struct Affine {
+  Floats scale[V]{}, least[V]{};
+
+  KVQ_INLINE Affine(const PackedMatrix& weights, int64_t panel, int64_t lane, int64_t g) {
+    if constexpr (!Codes::kScaled) return;
+    const int64_t groups = weights.inputs / kGroup;
+#pragma GCC unroll 8
+    for (int v = 0; v < V; v++) {
+      const int64_t at = lane + v * kLanes;
+      scale[v] = scales_at(weights.scales, panel, groups, g, kGroup, at);
+      if (weights.mins.fine)
+        least[v] = minima_at(weights.mins, panel, groups, g, kGroup, at, scale[v]);
+    }
+  }
+};
+
+// Add group g of inputs to total[t, v], for T rows of a block of S. for_group calls
+// use(i, input, entries) in the order of `Codes`.
+template <class Codes, int kGroup, int T, int S, int V, class ForGroup>
+KVQ_INLINE void add_group(const PackedMatrix& weights, const Affine<Codes, kGroup, V>& affine,
+                          int64_t g, const TokenBlock& block, int64_t first, ForGroup for_group,
+                          Floats (*total)[V]) {
+  const float* const sums = block.sums + g * S + first;
+  Floats part[kChains][T][V] = {};
+  if (Codes::kFromZero && weights.centre != 0)
+#pragma GCC unroll 8
+    for (int t = 0; t < T; t++)
+#pragma GCC unroll 8
+      for (int v = 0; v < V; v++) part[0][t][v] = splat(-weights.centre * sums[t]);
+  const float* const x = block.x + g * kGroup * S + first;
+  for_group([&](int64_t i, int64_t input, const Floats* entries) __attribute__((always_inline)) {
+#pragma GCC unroll 8
+    for (int t = 0; t < T; t++) {
+      const Floats value = splat(x[input * S + t]);
+#pragma GCC unroll 8
+      for (int v = 0; v < V; v++) part[i % kChains][t][v] += value * entries[v];
+    }
+  });
+#pragma GCC unroll 8
+  for (int t = 0; t < T; t++)
+#pragma GCC unroll 8
+    for (int v = 0; v < V; v++) {
+      Floats sum = part[0][t][v];
+      if (kChains > 1) sum += part[kChains - 1][t][v];
+      total[t][v] += Codes::kScaled ? affine.scale[v] * sum : sum;
+    }
+  if (Codes::kScaled && weights.mins.fine)
+#pragma GCC unroll 8
+    for (int t = 0; t < T; t++)
+#pragma GCC unroll 8
+      for (int v = 0; v < V; v++) total[t][v] += affine.least[v] * splat(sums[t]);
+}
+
+template <int T, int V>
+KVQ_INLINE void put_tile(const PanelProduct& product, int64_t panel, int64_t lane,
+                         const TokenBlock& block, int64_t first, const Floats (*total)[V]) {
+  for (int t = 0; t < T && first + t < block.count; t++)
+    for (int v = 0; v < V; v++)
+      put_outputs(product, block.rows[first + t], panel * kPanelOutputs + lane + v * kLanes,
+                  total[t][v]);
+}
 
 // y[t, lane ..] for T rows of a block of S, and V vectors of outputs from `lane` of a panel on.
 template <class Codes, int kGroup, int T, int S, int V>
 KVQ_INLINE void multiply_lanes(const PanelProduct& product, int64_t panel, int64_t lane,
                                const TokenBlock& block, int64_t first) {
   const PackedMatrix& weights = *product.weights;
-  const int64_t groups = weights.inputs / kGroup;
   const Codes decoder(weights);
   const int64_t per_input = kPanelOutputs * weights.bits / 8;  // bytes of a panel
   const char* codes = static_cast<const char*>(weights.codes) + panel * weights.inputs * per_input +
                       lane * Codes::kLaneBytes;
   Floats total[T][V] = {};
-  for (int64_t g = 0; g < groups; g++) {
-    Floats part[kChains][T][V] = {};
-    const float* x = block.x + g * kGroup * S + first;
-    decoder.template for_group<kGroup, V>(
-        codes, g, [&](int input, int chain, const Floats* entries) __attribute__((always_inline)) {
-#pragma GCC unroll 8
-          for (int t = 0; t < T; t++) {
-            const Floats value = splat(x[input * S + t]);
-#pragma GCC unroll 8
-            for (int v = 0; v < V; v++) part[chain][t][v] += value * entries[v];
-          }
-        });
-#pragma GCC unroll 8
-    for (int v = 0; v < V; v++) {
-      const int64_t at = lane + v * kLanes;
-      if constexpr (!Codes::kScaled) {
-#pragma GCC unroll 8
-        for (int t = 0; t < T; t++) total[t][v] += part[0][t][v] + part[1][t][v];
-        continue;
-      }
-      const Floats scale = scales_at(weights.scales, panel, groups, g, kGroup, at);
-#pragma GCC unroll 8
-      for (int t = 0; t < T; t++) total[t][v] += scale * (part[0][t][v] + part[1][t][v]);
-      if (!weights.mins.fine) continue;
-      const Floats least = minima_at(weights.mins, panel, groups, g, kGroup, at, scale);
-#pragma GCC unroll 8
-      for (int t = 0; t < T; t++) total[t][v] += least * splat(block.sums[g * S + first + t]);
-    }
-  }
-  for (int t = 0; t < T && first + t < block.count; t++)
-    for (int v = 0; v < V; v++)
-      put_outputs(product, block.rows[first + t], panel * kPanelOutputs + lane + v * kLanes,
-                  total[t][v]);
+  for (int64_t g = 0; g < weights.inputs / kGroup; g++)
+    add_group<Codes, kGroup, T, S, V>(
+        weights, {weights, panel, lane, g}, g, block, first,
+        [&](auto use) __attribute__((always_inline)) {
+          decoder.template for_group<kGroup, V>(codes, g, use);
+        },
+        total);
+  put_tile<T, V>(product, panel, lane, block, first, total);
 }
 
 template <class Codes, int kGroup, int T, int S, int V>
@@ -196,11 +249,60 @@ inline void multiply_block(const PanelProduct& product, int64_t panel, const Tok
       multiply_lanes<Codes, kGroup, T, S, V>(product, panel, lane, block, first);
 }
 
+// The same as multiply_lanes for several blocks of kTokenBlock rows, which meet the codes of a group
+// after each other: it becomes floats once for all of them.
+template <class Codes, int kGroup, int T, int V>
+KVQ_INLINE void multiply_blocks(const PanelProduct& product, int64_t panel, int64_t lane,
+                                const TokenBlock* blocks, int64_t count) {
+  constexpr int S = kTokenBlock;
+  const PackedMatrix& weights = *product.weights;
+  const Codes decoder(weights);
+  const int64_t per_input = kPanelOutputs * weights.bits / 8;
+  const char* codes = static_cast<const char*>(weights.codes) + panel * weights.inputs * per_input +
+                      lane * Codes::kLaneBytes;
+  Floats total[kBlocksTogether * S][V], decoded[kGroup][V];
+  for (int64_t t = 0; t < count * S; t++)
+    for (int v = 0; v < V; v++) total[t][v] = Floats{};
+  for (int64_t g = 0; g < weights.inputs / kGroup; g++) {
+    decoder.template for_group<kGroup, V>(
+        codes, g, [&](int64_t i, int64_t, const Floats* entries) __attribute__((always_inline)) {
+          for (int v = 0; v < V; v++) decoded[i][v] = entries[v];
+        });
+    const Affine<Codes, kGroup, V> affine(weights, panel, lane, g);
+    for (int64_t b = 0; b < count; b++)
+      for (int64_t first = 0; first < std::min<int64_t>(S, blocks[b].count); first += T)
+        add_group<Codes, kGroup, T, S, V>(
+            weights, affine, g, blocks[b], first,
+            [&](auto use) __attribute__((always_inline)) {
+              for (int64_t run = 0; run < kGroup / 8; run++)
+#pragma GCC unroll 8
+                for (int64_t i = 0; i < 8; i++)
+                  use(8 * run + i, Codes::kApart * run + Codes::input_of(i), decoded[8 * run + i]);
+            },
+            total + b * S + first);
+  }
+  for (int64_t b = 0; b < count; b++)
+    put_tile<S, V>(product, panel, lane, blocks[b], 0, total + b * S);
+}
+
+template <class Codes, int kGroup>
+inline void multiply_many(const PanelProduct& product) {
+  constexpr int V = kLanes == 8 ? 2 : 1;
+  for (int64_t panel = product.first_panel; panel < product.last_panel; panel++)
+    for (int64_t b = product.first_block; b < product.last_block; b += kBlocksTogether)
+      for (int64_t lane = 0; lane < kPanelOutputs; lane += V * kLanes)
+        multiply_blocks<Codes, kGroup, 4, V>(product, panel, lane, product.blocks + b,
+                                             std::min(kBlocksTogether, product.last_block - b));
+}
+
 // Tiles that fit the registers: 32 of AVX-512, 16 of the others.
 template <class Codes, int kGroup>
 inline void multiply_codes(const PanelProduct& product) {
   constexpr bool kWide = kLanes == 16;
   constexpr int kAll = kWide ? 2 : 4;
+  if constexpr (!kWide) {
+    if (product.last_block - product.first_block > 1) return multiply_many<Codes, kGroup>(product);
+  }
   for (int64_t panel = product.first_panel; panel < product.last_panel; panel++)
     for (int64_t b = product.first_block; b < product.last_block; b++) {
       const TokenBlock& block = product.blocks[b];
@@ -209,13 +311,13 @@ inline void multiply_codes(const PanelProduct& product) {
           multiply_block<Codes, kGroup, 1, 1, kAll>(product, panel, block);
           break;
         case 2:
-          multiply_block<Codes, kGroup, 2, 2, 2>(product, panel, block);
+          multiply_block<Codes, kGroup, 2, 2, kChains == 1 ? 4 : 2>(product, panel, block);
           break;
         case 4:
-          multiply_block<Codes, kGroup, 4, 4, kWide ? 2 : 1>(product, panel, block);
+          multiply_block<Codes, kGroup, 4, 4, kWide || kChains == 1 ? 2 : 1>(product, panel, block);
           break;
         default:
-          multiply_block<Codes, kGroup, kWide ? 8 : 4, 8, 1>(product, panel, block);
+          multiply_block<Codes, kGroup, kWide || kChains == 1 ? 8 : 4, 8, 1>(product, panel, block);
       }
     }
 }

@@ -1,4 +1,4 @@
+#include "weights_vnni.h"
 #include "processors.h"
-#include "weights_digits.h"
 
-const kvq::Multiplier kvq::multiplier_vnni{multiply_by_digits, make_digits};
+const kvq::Multiplier kvq::multiplier_vnni{multiply_by_digits, reads_digits, make_digits};
