@@ -10,7 +10,8 @@ result does not depend on the other rows, bit for bit.
 Processors with AVX512-VNNI add products of bytes. There x[i] is a scale for each group of inputs
 times an integer of 24 bits (three digits), off by at most 2^-23 of the largest of its group, which
 is as exact as fp32 sums are. Elsewhere, and for numbers of FP8 and of 16 bits, w becomes fp32 in
-registers. With one digit x is rounded to 8 bits, but for such numbers.
+registers. With one digit x is rounded to 8 bits, but for such numbers, and AVX2 adds products of
+bytes too if codes have 4 bits.
 """
 
 from __future__ import annotations
