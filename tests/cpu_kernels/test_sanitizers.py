@@ -71,7 +71,7 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], pathlib.P
     [
         ("driver", "376 layouts"),
         ("prompt_driver", "120 prompts"),
-        ("weights_driver", "312 products"),
+        ("weights_driver", "315 products"),
         ("tables_driver", "216 products"),
     ],
 )

@@ -233,6 +233,11 @@ int main() {
             {4, 32, 160, outputs, tokens, digits, ScaleKind::kFloat32, false, false, false, true});
         checked += 8;
       }
+  // more blocks of rows than meet a group of codes together
+  for (int64_t bits : {4, 8, 16}) {
+    failures += check({bits, 32, 96, 40, 300, 3, ScaleKind::kFloat16, bits < 16});
+    checked++;
+  }
   std::printf("%d products, kernel %s, %d failures\n", checked, best_kernels().name, failures);
   return failures != 0;
 }
