@@ -1,5 +1,7 @@
 """The kernels under AddressSanitizer and UndefinedBehaviorSanitizer, and their threads under
 ThreadSanitizer, in programs without XLA or Python.
+
+The instructions of AVX-512 are loops there, so every processor of x86 checks all kernels of x86.
 """
 
 import functools
@@ -25,9 +27,19 @@ SANITIZED = (
 )
 
 
+AVX2 = "-mavx2", "-mfma", "-mf16c"
+# The choice among kernels takes those of AVX-512, whose instructions are loops here.
+EMULATED = "-Wno-psabi", "-include", str(pathlib.Path(__file__).with_name("emulated_avx512.h"))
+EVERY_PROCESSOR = "-DKVQ_AVX2", "-DKVQ_AVX512", "-DKVQ_VNNI", "-D__builtin_cpu_supports(x)=1"
+COMMON = "split", "prompt_call", "weights_call", "tasks", "attention_baseline", "weights_baseline"
+
+Build = Callable[[str, str], pathlib.Path]
+
+
 @pytest.fixture(scope="module")
-def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], pathlib.Path]:
-    """Return a function that links a program of this folder with the kernels."""
+def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
+    """Return a function that links a program of this folder with the kernels: those that this
+    processor takes unless it has AVX-512 ("native"), or those of AVX-512 ("avx512")."""
     compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
     if compiler is None:
         pytest.skip("no C++ compiler is on the PATH")
@@ -39,33 +51,40 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], pathlib.P
     )
     if probe.returncode or subprocess.run([folder / "probe"], check=False).returncode:
         pytest.skip("this compiler's sanitizers do not work here")
-    avx2 = platform.machine().lower() in ("x86_64", "amd64")
-    parts: dict[str, list[str]] = {
-        name: [] for name in ("split", "prompt_call", "weights_call", "tasks")
-    }
-    parts |= {"processors": ["-DKVQ_AVX2"] if avx2 else []}
-    for kind in ("attention", "weights"):
-        parts[f"{kind}_baseline"] = []
-        if avx2:
-            parts[f"{kind}_avx2"] = ["-mavx2", "-mfma", "-mf16c"]
-    objects = [str(folder / f"{name}.o") for name in parts]
-    for (name, flags), output in zip(parts.items(), objects, strict=True):
-        subprocess.run(
-            [compiler, *SANITIZED, *flags, "-c", str(SOURCES / f"{name}.cc"), "-o", output],
-            check=True,
-        )
+    x86 = platform.machine().lower() in ("x86_64", "amd64")
 
     @functools.cache
-    def linked(name: str) -> pathlib.Path:
-        source, program = pathlib.Path(__file__).with_name(f"{name}.cc"), folder / name
-        # a plain loop over all entries takes most of the time
-        command = [compiler, *SANITIZED, "-O1", str(source), *objects, "-o", str(program)]
+    def compiled(source: pathlib.Path, *flags: str, name: str = "") -> str:
+        output = str(folder / f"{name or source.stem}.o")
+        command = [compiler, *SANITIZED, *flags, "-c", str(source), "-o", output]
         subprocess.run(command, check=True)
-        return program
+        return output
+
+    @functools.cache
+    def linked(program: str, processor: str) -> pathlib.Path:
+        if processor == "avx512" and not x86:
+            pytest.skip("AVX-512 is emulated by other vectors of x86")
+        objects = [compiled(SOURCES / f"{name}.cc") for name in COMMON]
+        chosen = ["-DKVQ_AVX2"] if x86 else []
+        if x86:
+            for name in ("attention_avx2", "weights_avx2"):
+                objects.append(compiled(SOURCES / f"{name}.cc", *AVX2))
+        if processor == "avx512":
+            chosen = [*EVERY_PROCESSOR]
+            for name in ("attention_avx512", "weights_avx512", "weights_vnni"):
+                objects.append(compiled(SOURCES / f"{name}.cc", *AVX2, *EMULATED))
+        choice = compiled(SOURCES / "processors.cc", *chosen, name=f"processors_{processor}")
+        # a plain loop over all entries takes most of the time
+        driver = compiled(pathlib.Path(__file__).with_name(f"{program}.cc"), "-O1")
+        output = folder / f"{program}_{processor}"
+        command = [compiler, *SANITIZED, driver, *objects, choice, "-o", str(output)]
+        subprocess.run(command, check=True)
+        return output
 
     return linked
 
 
+@pytest.mark.parametrize("processor", ["native", "avx512"])
 @pytest.mark.parametrize(
     ("name", "read"),
     [
@@ -76,15 +95,19 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], pathlib.P
     ],
 )
 def test_nothing_is_read_outside_its_arrays_and_all_kernels_agree(
-    build: Callable[[str], pathlib.Path], name: str, read: str
+    build: Build, name: str, read: str, processor: str
 ):
-    done = subprocess.run([build(name)], capture_output=True, text=True, check=False)
+    done = subprocess.run([build(name, processor)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{done.stdout[-2000:]}{done.stderr[-4000:]}"
-    assert done.stdout.splitlines()[-1].startswith(read)
+    told = done.stdout.splitlines()[-1]
+    assert told.startswith(read)
+    assert processor == "native" or "kernel avx512" in told
 
 
-def test_the_sanitizer_finds_one_entry_too_many(build: Callable[[str], pathlib.Path]):
-    done = subprocess.run([build("driver"), "overrun"], capture_output=True, text=True, check=False)
+@pytest.mark.parametrize("processor", ["native", "avx512"])
+def test_the_sanitizer_finds_one_entry_too_many(build: Build, processor: str):
+    program = build("driver", processor)
+    done = subprocess.run([program, "overrun"], capture_output=True, text=True, check=False)
     assert done.returncode != 0
     assert "heap-buffer-overflow" in done.stderr
 
