@@ -44,7 +44,8 @@ lint: $(VENV)/.kvq-test
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/pyright --pythonpath $(RUN)
-	$(VENV)/bin/clang-format --dry-run --Werror cpu_kernels/csrc/* benchmarks/cpu/*.cc tests/cpu_kernels/*.cc tests/cpu_kernels/*.h
+	$(VENV)/bin/clang-format --dry-run --Werror cpu_kernels/csrc/* benchmarks/cpu/*.cc \
+		tests/cpu_kernels/*.cc tests/cpu_kernels/*.h
 
 # known faults of the installed packages, if a source of advisories can be reached
 audit: $(VENV)/.kvq-test

@@ -97,7 +97,7 @@ struct TokenBlock {
   const float* x;         // [I, n], or null
   const float* by_word;   // [runs of kLaneRun, 8, n, kLaneWords]: x of entry j of each word. Zeros
                           // lie behind the last input. Null without tables
-  const float* sums;      // [I / group, n]: of x over each group. Null if nothing asks for them
+  const float* sums;      // [I / group, n]: of x over each group. Null without minima or a centre
   const int32_t* digits;  // [I / 4, n, k]: int8 digits of four inputs, or null
   const float* scales;    // [I / group, n]
   const int32_t* starts;  // [I / group, n, 2]: of sums of products with all digits but the last,

@@ -74,6 +74,7 @@ KVQ_INLINE void multiply_tile(const PanelProduct& product, int64_t panel, int64_
       }
       if (kCode == Code::kE2M1 || half) widen();  // 16 products of 24 and 127 would not fit
     }
+    // Not by Affine: with its arrays eight rows take half as long again.
 #pragma GCC unroll 4
     for (int v = 0; v < V; v++) {
       const int64_t at = lane + v * kLanes;
