@@ -21,6 +21,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 SOURCES = pathlib.Path("cpu_kernels/csrc")
+OBJECTS = pathlib.Path("build/objects")  # shared by the environments that a checkout has
 COMMON = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-pthread")
 CALLS = (
     *("tasks", "split", "store", "prompt_call", "prompt_ffi"),
@@ -71,6 +72,28 @@ def digest() -> str:
     ).hexdigest()[:16]
 
 
+def object_file(command: list[str], includes: pathlib.Path, source: pathlib.Path) -> pathlib.Path:
+    """Return the object file of `source`, compiled if no earlier installation left it.
+
+    Its name has a hash of the command, the compiler's version and the preprocessed source: most
+    sources use nothing of XLA, and are the same for every Python and JAX.
+    """
+
+    def output(*arguments: str) -> str:
+        return subprocess.run(arguments, check=True, capture_output=True, text=True).stdout
+
+    version, call = output(command[0], "--version"), [*command, "-isystem", str(includes)]
+    parts = [*command, version, output(*call, "-E", "-P", str(source))]
+    name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    target = OBJECTS / f"{source.stem}-{name}.o"
+    if not target.exists():
+        OBJECTS.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=OBJECTS) as folder:  # others may compile it as well
+            output(*call, "-c", str(source), "-o", f"{folder}/object")
+            os.replace(f"{folder}/object", target)
+    return target
+
+
 class BuildKernels(build_ext):
     """Compile the kernels if that is possible."""
 
@@ -98,11 +121,8 @@ class BuildKernels(build_ext):
         ):
 
             def compiled(name: str, *flags: str) -> str:
-                source, output = str(SOURCES / f"{name}.cc"), f"{temporary}/{name}.o"
-                command = [program, *COMMON, *flags, "-isystem", str(folder)]
-                command += ["-c", source, "-o", output]
-                subprocess.run(command, check=True, capture_output=True, text=True)
-                return output
+                source = SOURCES / f"{name}.cc"
+                return str(object_file([program, *COMMON, *flags], folder, source))
 
             processors = PROCESSORS if platform.machine().lower() in ("x86_64", "amd64") else {}
             kernels = {

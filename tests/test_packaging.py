@@ -29,13 +29,14 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     beside the sources stays out of it.
 
     Its kernels are not optimized, which would take half a minute: a compiler that calls the real
-    one adds -O0, and the last -O counts.
+    one adds -O0, and the last -O counts. It also writes down what it compiles.
     """
     folder = tmp_path_factory.mktemp("wheel")
     if (real := next(filter(None, map(shutil.which, COMPILERS)), None)) is None:
         return build(folder, dict(os.environ))
     quick = folder / "quick"
-    quick.write_text(f'#!/bin/sh\nexec "{real}" "$@" -O0\n')
+    note = f'case " $* " in *" -c "*) echo "$*" >>"{folder}/compiled"; esac'
+    quick.write_text(f'#!/bin/sh\n{note}\nexec "{real}" "$@" -O0\n')
     quick.chmod(0o755)
     return build(folder, os.environ | {"CXX": str(quick)})
 
@@ -126,6 +127,26 @@ def test_the_kernels_are_compiled_where_there_is_a_compiler(installed: set[str])
     if not any(map(shutil.which, COMPILERS)):
         pytest.skip("no C++ compiler is on the PATH")
     assert has_kernels(installed)
+
+
+def test_a_checkout_that_is_installed_again_compiles_what_changed(wheel: pathlib.Path):
+    """As into the environments of several Pythons. ffi.cc always: it has the hash of all files."""
+    if not (compiled := wheel.parent / "compiled").exists():
+        pytest.skip("no C++ compiler is on the PATH")
+    source = wheel.parent / "source"
+    assert len(re.findall(r"\w+\.cc", compiled.read_text())) > 10, "the first compiles everything"
+    compiled.unlink()
+    for name, line in {"tasks": "int one_more;", "split": "// one more comment"}.items():
+        with (source / f"cpu_kernels/csrc/{name}.cc").open("a") as file:
+            file.write(f"\n{line}\n")
+    subprocess.run(
+        [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"],
+        check=True,
+        capture_output=True,
+        cwd=source,
+        env=os.environ | {"CXX": str(wheel.parent / "quick")},
+    )
+    assert set(re.findall(r"(\w+)\.cc", compiled.read_text())) == {"tasks", "ffi"}
 
 
 def test_an_installation_without_a_compiler_has_all_but_the_kernels(
