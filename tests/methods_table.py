@@ -179,11 +179,17 @@ def kind(spec: str) -> str:
 ONE_OF_EACH = tuple({kind(case.spec): case for case in reversed(METHOD_CASES)}.values())
 
 
+# What a layer holds beside codes, one of each: nothing, blocks, statistics of a prompt, outliers,
+# inputs of layers, differences of layers, probes. For laws of what surrounds a codec.
+ONE_OF_EACH_LAYER = (
+    *("dense", "kivi2", "innerq2", "kvquant4", "xquant4", "xquant_cl2", "zipcache42"),
+)
+
+
 def cases(*ids: str, every: bool = False, usual: tuple[str, ...] = ()) -> pytest.MarkDecorator:
     """Parametrizes a test over the table, or over the rows named. Of the table, rows outside
     ONE_OF_EACH run with --exhaustive alone; `every` takes all of them, for tests that are quick,
-    and for the one that shows each row at work. Of the rows named, those outside `usual` do, where
-    it is given.
+    and for the one that shows each row at work. If `usual` is given, the rows outside it do.
 
     The scope puts all tests of a row in a file side by side, which share its compiled programs
     before they are dropped.
@@ -193,7 +199,7 @@ def cases(*ids: str, every: bool = False, usual: tuple[str, ...] = ()) -> pytest
             case,
             marks=(
                 ()
-                if every or (case.id in (usual or ids) if ids else case in ONE_OF_EACH)
+                if every or (case.id in (usual or ids) if usual or ids else case in ONE_OF_EACH)
                 else EXHAUSTIVE
             ),
             id=case.id,

@@ -2,6 +2,7 @@
 schedule assumes.
 """
 
+import itertools
 import types
 
 import jax
@@ -10,11 +11,12 @@ import pytest
 
 from benchmarks.machine_code.compile import compile_for
 from benchmarks.machine_code.sass import assemble, main_loop
-from benchmarks.machine_code.target import ARCHITECTURES, B200, L40, Target
+from benchmarks.machine_code.target import A100, ARCHITECTURES, B200, H200, L40, Target
 from pallas_kernels.decode_attention.kernel import decode_attention
 from pallas_kernels.decode_attention.tuning import Tuning, tuning_for
 from pallas_kernels.launch import Launch
 from pallas_kernels.readers.base import Reader
+from tests.exhaustive import some
 from tests.pallas_kernels.grouped_sides import format_of, reader_of, stored_structs
 
 BATCH, HEADS, GROUP, TOKENS, CHANNELS = 16, 8, 4, 16384, 128
@@ -45,14 +47,19 @@ def tuning_on(
     return tuning
 
 
-@pytest.mark.parametrize("spec", FORMATS)
-@pytest.mark.parametrize("target", ARCHITECTURES, ids=lambda target: target.name)
+# each architecture, and each format where a multiprocessor has least shared memory or on the newest
+USUAL = (
+    *((A100, "kivi:bits=4"), (L40, "kivi:bits=4"), (L40, "dense")),
+    *((H200, "kivi:bits=4"), (B200, "innerq:bits=2"), (B200, "dense")),
+)
+
+
+@pytest.mark.parametrize(
+    ("target", "spec"),
+    some(itertools.product(ARCHITECTURES, FORMATS), USUAL),
+    ids=lambda value: getattr(value, "name", value),
+)
 def test_all_programs_of_a_launch_run_at_a_time(target, spec, monkeypatch):
-    if spec == "dense" and target not in (L40, B200):
-        pytest.skip(
-            "dense rows are compiled where a multiprocessor has least shared memory, and on the"
-            " newest"
-        )
     formats = FORMATS[spec]
     readers = reader_of(formats[0], CHANNELS), reader_of(formats[1], CHANNELS)
     tuning = tuning_on(target, readers, monkeypatch)

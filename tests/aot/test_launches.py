@@ -20,14 +20,15 @@ POLAR = "k=polarquant+v=innerq:bits=4"
 
 
 # one step of each kind at a batch whose bytes are estimated, and the others' ends
-@pytest.mark.parametrize(
-    ("spec", "batch"),
-    [
-        *((spec, 16) for spec in ("kivi:bits=4", "innerq:bits=2", "dense", POLAR)),
-        *((spec, batch) for spec in ("kivi:bits=4", "kvquant:bits=4") for batch in (1, 64)),
-        ("innerq:bits=2", 64),
-    ],
-)
+STEPS = [
+    *((spec, 16) for spec in ("kivi:bits=4", "innerq:bits=2", "dense", POLAR)),
+    *((spec, batch) for spec in ("kivi:bits=4", "kvquant:bits=4") for batch in (1, 64)),
+    ("innerq:bits=2", 64),
+]
+USUAL = ("kivi:bits=4", 16), ("dense", 16), ("innerq:bits=2", 64), ("kvquant:bits=4", 64)
+
+
+@pytest.mark.parametrize(("spec", "batch"), some(STEPS, USUAL))
 def test_a_layer_launches_few_kernels_at_any_batch(spec: str, batch: int):
     row = measure(spec, batch)
     assert (row.loops, row.branches) == (0, 0), f"{row.loops} loops, {row.branches} branches"

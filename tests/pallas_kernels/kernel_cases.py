@@ -228,7 +228,7 @@ IN_ASSEMBLY = (
     "innerq8_asym_h128_g4",
     "kivi4_h128_g7_size32",
     "k3_v4",
-    *(case.id for case in (*CODEBOOK[:2], POLAR[0], RUNS[2])),
+    *(case.id for case in (CODEBOOK[1], POLAR[0], RUNS[2])),
 )
 LOWERED = tuple(dict.fromkeys((*USUAL, *IN_ASSEMBLY)))
 

@@ -113,7 +113,7 @@ def compare(spec: str, route: Route, most: float = 1e-2) -> None:
 
 
 @pytest.mark.parametrize(
-    "spec", some(SPECS, ("innerq:bits=2,recent=100", "kivi:bits=4,pre_rope=true", MIXED, OUTLIERS))
+    "spec", some(SPECS, ("innerq:bits=2,recent=100", "kivi:bits=4,pre_rope=true", OUTLIERS))
 )
 def test_steps_are_those_of_xla(spec):
     compare(spec, Route("pallas", Launch(interpret=True)))

@@ -29,7 +29,7 @@ from tests.kvq_jax.layer_runs import (
     run,
     sequences,
 )
-from tests.methods_table import METHOD_CASES, MethodCase, cases
+from tests.methods_table import METHOD_CASES, ONE_OF_EACH_LAYER, MethodCase, cases
 
 exact_attention = quick_jit(reference.attend)
 
@@ -193,7 +193,7 @@ def test_decode_equals_the_reference_for_every_head_shape(
     assert not agrees(wrong, want, tolerance, everything), "scales of another group pass"
 
 
-@cases()
+@cases(usual=(*ONE_OF_EACH_LAYER, "pq_tables", "waterfill"))
 def test_finite_garbage_in_unused_capacity_changes_nothing(case: MethodCase):
     plan, state = empty(case.spec)
     tokens, lengths = sequences(), boundary_lengths(plan)

@@ -46,7 +46,7 @@ def last_plan(case: MethodCase) -> LayerPlan:
     return kvq.cache.layout(case.spec, DIMS, 2, CAPACITY, "float32").plans[-1]
 
 
-@cases(every=True)
+@cases()
 def test_the_batch_and_the_tokens_of_a_body_are_called_so(case: MethodCase):
     one, wider, longer = (
         kvq.cache.axes(case.spec, DIMS, b, s)
@@ -87,7 +87,7 @@ def test_another_name_for_the_tokens_is_noticed(case: MethodCase):
         assert len(misnamed(wrong, longer, "tokens")) == len(jax.tree.leaves(one)), told
 
 
-@cases(every=True)
+@cases()
 def test_codecs_make_what_they_describe(case: MethodCase):
     """Rows, statistics, bodies of one and of two blocks and accumulators, as the codec's own
     functions make them."""

@@ -42,7 +42,7 @@ def codecs_and_rows(case: MethodCase) -> list[tuple[LayerPlan, Codec, Any, Any, 
     ]
 
 
-@cases(every=True)
+@cases()
 def test_a_codec_is_exact_if_rows_come_back_as_they_are_and_counts_its_outliers(case: MethodCase):
     for plan, codec, params, inputs, rows in codecs_and_rows(case):
         body, decoded, counts = stored(plan, codec, params, inputs, rows)

@@ -73,9 +73,7 @@ def assert_greedy_matches(torch_model, llama, prompts):
 
 
 @needs_torch
-@pytest.mark.parametrize(
-    "name", some(CASES, ("llama_llama3", "mistral_window", "qwen3", "gemma3", "gpt_oss"))
-)
+@pytest.mark.parametrize("name", some(CASES, ("llama_llama3", "gemma3")))
 def test_64_greedy_tokens_equal_transformers(name, tmp_path):
     # prompt and new tokens stay inside the trained length, in which dynamic RoPE changes nothing
     longer = {"max_position_embeddings": 128}

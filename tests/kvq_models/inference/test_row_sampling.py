@@ -106,8 +106,8 @@ def kept_by_definition(row: np.ndarray, rule: Sampling) -> np.ndarray:
 
 
 def test_filters_keep_what_sorting_would_keep():
-    rng, wrong = np.random.default_rng(7), 0
-    for trial in range(40):
+    rng, wrong, trials = np.random.default_rng(7), 0, 18  # each rule is compiled
+    for trial in range(trials):
         logits = rng.normal(size=(ROWS, VOCABULARY)).astype(np.float32) * 4
         if trial % 2:
             logits = np.round(logits)  # equal logits are kept together
@@ -130,4 +130,4 @@ def test_filters_keep_what_sorting_would_keep():
             one = np.asarray(filter_logits(jnp.asarray(logits[row : row + 1]), rule))[0]
             np.testing.assert_array_equal(one > -np.inf, want, f"{trial=}, {rule}")
             wrong += (kept_by_definition(logits[row], rules[row - 1]) != want).any()
-    assert wrong > 100, "other rules keep the same tokens"
+    assert wrong > 2 * trials, "other rules keep the same tokens"
