@@ -64,9 +64,8 @@ def test_without_a_gpu_the_footer_says_native_or_why_not(model, run):
     if jax.default_backend() == "gpu":
         pytest.skip("there is a GPU")
     _, out, _ = run(generate_command(model))
-    here = (
-        "native; " if dispatch.no_device("native") is None else "xla (no kernel: the CPU kernels "
-    )
+    reason = dispatch.no_device("native")
+    here = "native; " if reason is None else f"xla (no kernel: {reason}"
     assert f"; implementation {here}" in out.splitlines()[-1]
     _, out, _ = run(generate_command(model), "--implementation", "xla")
     assert "; implementation xla; " in out.splitlines()[-1], (
