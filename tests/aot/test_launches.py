@@ -25,7 +25,7 @@ STEPS = [
     *((spec, batch) for spec in ("kivi:bits=4", "kvquant:bits=4") for batch in (1, 64)),
     ("innerq:bits=2", 64),
 ]
-USUAL = ("kivi:bits=4", 16), ("dense", 16), ("innerq:bits=2", 64), ("kvquant:bits=4", 64)
+USUAL = ("kivi:bits=4", 16), ("dense", 16), ("innerq:bits=2", 16), ("kvquant:bits=4", 64)
 
 
 @pytest.mark.parametrize(("spec", "batch"), some(STEPS, USUAL))
