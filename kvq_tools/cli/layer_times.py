@@ -115,19 +115,20 @@ def _rounds(layers: Sequence[_Layer]) -> list[list[float]]:
 def _row(
     cache: NamedCache, layer: _Layer, taken: list[list[float]], baseline: list[list[float]]
 ) -> dict[str, Any]:
-    ratios = [
-        statistics.median(a / b for a, b in zip(mine, theirs, strict=True))
-        for mine, theirs in zip(taken, baseline, strict=True)
-    ]
+    pairs = zip(taken, baseline, strict=True)
     return {
         "name": cache.text,
         "cache": str(cache.spec),
         "implementation": layer.reads,
         "cache_bytes": layer.bytes,
         "milliseconds": [statistics.median(each) for each in taken],
-        "ratio": ratios,
-        "faster_from": faster_from(ratios),
+        "ratio": [statistics.median(_ratios(mine, theirs)) for mine, theirs in pairs],
+        "faster_from": faster_from(taken, baseline),
     }
+
+
+def _ratios(mine: Sequence[float], theirs: Sequence[float]) -> list[float]:
+    return [a / b for a, b in zip(mine, theirs, strict=True)]
 
 
 def print_times(result: dict[str, Any]) -> None:
@@ -156,9 +157,23 @@ def print_times(result: dict[str, Any]) -> None:
         print_line(f"{cache['name']} {when}: {last}")
 
 
-def faster_from(ratios: Sequence[float]) -> int | None:
-    """Return the shortest context from which on every ratio is below 1, or None."""
-    first = len(ratios)
-    while first and ratios[first - 1] < 1:
+def is_faster(mine: Sequence[float], theirs: Sequence[float]) -> bool:
+    """Tell whether three of four rounds were faster, and the median, which is printed: a median of
+    ratios may be below 1 by chance."""
+    upper_quartile = statistics.quantiles(_ratios(mine, theirs), n=4)[-1]
+    return upper_quartile < 1 and statistics.median(mine) < statistics.median(theirs)
+
+
+def faster_from(
+    taken: Sequence[Sequence[float]], baseline: Sequence[Sequence[float]]
+) -> int | None:
+    """Return the shortest context from which on a cache is faster at every context, or None.
+
+    Args:
+        taken: milliseconds of each round at each of CONTEXTS.
+        baseline: those of the first cache in the same rounds.
+    """
+    first = len(taken)
+    while first and is_faster(taken[first - 1], baseline[first - 1]):
         first -= 1
-    return CONTEXTS[first] if first < len(ratios) else None
+    return CONTEXTS[first] if first < len(taken) else None
