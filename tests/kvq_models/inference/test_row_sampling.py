@@ -130,4 +130,4 @@ def test_filters_keep_what_sorting_would_keep():
             one = np.asarray(filter_logits(jnp.asarray(logits[row : row + 1]), rule))[0]
             np.testing.assert_array_equal(one > -np.inf, want, f"{trial=}, {rule}")
             wrong += (kept_by_definition(logits[row], rules[row - 1]) != want).any()
-    assert wrong > 2 * trials, "other rules keep the same tokens"
+    assert wrong > 2.5 * trials, "other rules keep the same tokens"
