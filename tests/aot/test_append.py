@@ -22,21 +22,17 @@ WRITERS = (
     *(("k=polarquant+v=innerq:bits=4", 0), ("nf4", 1)),
     *(("kvquant:bits=4", 0), ("kvquant:bits=4", 1), ("kvquant:bits=3", 1)),
 )
-# Each takes seconds of a core: the other target and array operations compile a few of them, and
-# without --exhaustive one.
+# Each takes seconds of a core, so the other target and array operations compile a few of them.
 FEW = (WRITERS[2], WRITERS[4], WRITERS[7])
 CASES = (
     *((*writer, "asm", H200) for writer in WRITERS),
     *((*writer, "asm", A100) for writer in FEW),
     *((*writer, "jnp", H200) for writer in FEW),
 )
-NF4 = WRITERS[4]
-OTHERS = WRITERS[1], WRITERS[5]
-USUAL = [
-    case
-    for case in CASES
-    if (case[:2] == NF4 if case[2:] != ("asm", H200) else case[:2] not in OTHERS)
-]
+USUAL = (
+    *((*writer, "asm", H200) for writer in (WRITERS[0], *WRITERS[2:5], *WRITERS[6:])),
+    *((*WRITERS[4], *launch) for launch in (("asm", A100), ("jnp", H200))),
+)
 
 
 @pytest.mark.parametrize(
