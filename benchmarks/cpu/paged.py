@@ -24,11 +24,12 @@ from jaxtyping import Array
 
 import kvq_jax as kvq
 from benchmarks import markdown
-from benchmarks.cpu.timing import cpu_name, random_layer, relative_error, wait
+from benchmarks.cpu.timing import random_layer, relative_error, wait
 from benchmarks.report_file import cores
 from kvq_jax.cache.layer_cache import LayerCache
 from kvq_jax.cache.layer_plans import CachePlan
 from kvq_jax.cache.paged_cache import PagedCache, PagedPlan, paged_plan
+from kvq_tools.processor import processor_name
 
 KV_HEADS, GROUP, HEAD_DIM = 8, 4, 128
 
@@ -137,8 +138,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     lines = measured(args.cache, args.batch, args.tokens, min(args.rounds, 200))
     print(
         f"`{args.cache}`, {args.batch} sequences of {args.tokens} tokens, {KV_HEADS} KV heads of"
-        f" {HEAD_DIM} channels, {GROUP} query heads for each; {cores()} cores of {cpu_name()},"
-        f" JAX {jax.__version__}\n"
+        f" {HEAD_DIM} channels, {GROUP} query heads for each; {cores()} cores of"
+        f" {processor_name()}, JAX {jax.__version__}\n"
     )
     print(markdown.table(("body", "CPU ms a step", "times rows by XLA", "error"), lines))
 

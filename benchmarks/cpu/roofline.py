@@ -19,12 +19,12 @@ import tempfile
 from collections.abc import Sequence
 
 import kvq_jax as kvq
-from benchmarks.cpu.timing import cpu_name
 from benchmarks.markdown import head, table
 from benchmarks.report_file import Report, arguments, header
 from cpu_kernels import library
 from cpu_kernels.body import Body
 from kvq_jax.cache.cache import CacheDims
+from kvq_tools.processor import processor_name
 
 SOURCES, PROGRAM = (
     pathlib.Path(library.__file__).parent / "csrc",
@@ -267,7 +267,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     report = RooflineReport(
         title="The CPU kernel beside its bounds",
         **header(("benchmarks.cpu.roofline", *arguments(argv))),
-        cpu=cpu_name(),
+        cpu=processor_name(),
         kernel=kernel,
         lanes=int(lanes),
         multiplied=multiplied,

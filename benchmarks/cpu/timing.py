@@ -11,8 +11,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-import pathlib
-import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +24,7 @@ from jax import lax
 from benchmarks.report_file import Report, cores, header
 from kvq_jax.arrays.stored import BodySpec
 from kvq_jax.layer.plan import LayerPlan, LayerState
+from kvq_tools.processor import processor_name
 
 CACHES = (
     "dense",
@@ -158,7 +157,7 @@ def run(
         title=f"{title}, on one core" if cores() == 1 else title,
         **header(command),
         baseline=rows[0].implementation,
-        cpu=cpu_name(),
+        cpu=processor_name(),
         cores=cores(),
         load=tuple(load),
         rows=tuple(rows),
@@ -297,14 +296,3 @@ def first_row(tree: Any) -> Any:
 
 def _progress(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
-
-
-def cpu_name() -> str:
-    try:
-        lines = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    return next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
-        platform.processor(),
-    )

@@ -14,6 +14,7 @@ import numpy as np
 
 import kvq_jax as kvq
 from benchmarks.model_names import shown
+from benchmarks.protocol import large_models
 from benchmarks.protocol.page import cells
 from benchmarks.protocol.plan import Plan, Wanted
 from benchmarks.protocol.report import ProtocolReport, Row, Text, headline
@@ -33,6 +34,7 @@ from kvq_tools.evaluation.protocol import (
     measure,
     tokenized,
 )
+from kvq_tools.processor import processor_name
 
 TOGETHER = {"prompt": 8, "decoded": 1}  # caches that share the pass over a prompt
 
@@ -67,6 +69,7 @@ class Bench:
             scored=plan.scored,
             windows=plan.windows,
             planned=0,
+            large_model=large_models.like(self.llama.config),
         )
         if not plan.json.exists():
             return report
@@ -85,7 +88,7 @@ class Bench:
                 f"{plan.json} holds rows of another run ({', '.join(different)}): give another"
                 " --json, or delete it to begin anew"
             )
-        return dataclasses.replace(report, rows=before.rows)
+        return dataclasses.replace(report, rows=before.rows, elsewhere=before.elsewhere)
 
     def run(self, rows: Sequence[Wanted], hours: float | None = None) -> None:
         """Measure the rows that the file lacks, and write it after each group. After `hours` no
@@ -150,6 +153,7 @@ class Bench:
                 numbers,
                 round(seconds, 1),
                 COMMIT,
+                processor_name(),
             )
             for wanted, (_, spec, calibrated), numbers in zip(
                 group, prepared, measured, strict=True
@@ -183,13 +187,17 @@ class Bench:
 
 
 def recompute(plan: Plan, report: ProtocolReport, rows: int) -> tuple[list[str], bool]:
-    """Measure the cheapest rows of a report again. Return a line for each and whether all printed
-    digits are the same. Rows that move say how far, beside the rounding that the report has for
-    them."""
+    """Measure the cheapest rows of a report again, of the command's caches. Return a line for each
+    and whether all printed digits are the same. Rows that move say how far, beside the rounding
+    that the report has for them. The report's file keeps rows of another kind of processor."""
     bench = Bench(plan)
     lines, equal = [], True
-    for row in sorted(report.rows, key=lambda row: row.seconds)[:rows]:
+    chosen = [row for row in report.rows if plan.caches is None or row.cache in plan.caches]
+    for row in sorted(chosen, key=lambda row: row.seconds)[:rows]:
         (again,) = bench.measured([Wanted(*row.key)])
+        if row.processor not in ("", again.processor):
+            report = dataclasses.replace(report, elsewhere=(*report.elsewhere, again))
+            report.write(plan.json)
         before, now = cells(report, row), cells(report, again)
         moved = report.kl(again).value / report.kl(row).value - 1
         equal &= before == now

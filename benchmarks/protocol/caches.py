@@ -24,7 +24,7 @@ EIGEN = tuple(
 )
 ROTATED = tuple(
     f"waterfill:bits={bits:g},key_basis=eigen,value_basis=rotation"
-    for bits in (2.25, 2.75, 3.25, 4)
+    for bits in (2, 2.15, 2.25, 2.75, 3.1, 3.25, 4, 4.75)
 )
 OTHERS = (
     *ROTATED,

@@ -18,7 +18,8 @@ from benchmarks.markdown import table, with_interval
 from benchmarks.protocol import front_page
 from benchmarks.protocol.caches import EXACT
 from benchmarks.protocol.front_page import LENGTH
-from benchmarks.protocol.report import CONTEXT, ProtocolReport, Row
+from benchmarks.protocol.large_models import CONTEXT
+from benchmarks.protocol.report import ProtocolReport, Row
 from benchmarks.report_file import RESULTS
 from kvq_jax.cache.size import COMPARED_BATCHES
 from kvq_tools.evaluation.intervals import Estimate
@@ -64,7 +65,7 @@ def compared(
     """
 
     def size(row: Row) -> int:
-        return row.sizes_8b()[batch].resident
+        return report.large(row)[batch].resident
 
     rows = sorted(
         (
@@ -140,7 +141,7 @@ def _lines(report: ProtocolReport, reading: str, context: int) -> Iterator[tuple
 def _cells(report: ProtocolReport, row: Row) -> tuple[str, str, str]:
     return (
         f"`{row.cache}`{'*' if row.calibrated else ''}",
-        f"{row.sizes_8b()[0].resident_bits:.2f}",
+        f"{report.large(row)[0].resident_bits:.2f}",
         f"{report.kl(row).value:#.2g}",
     )
 

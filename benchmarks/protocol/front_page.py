@@ -12,7 +12,8 @@ from benchmarks import front_picture, llama_8b
 from benchmarks.front_picture import Point
 from benchmarks.markdown import table, with_interval
 from benchmarks.protocol.caches import EXACT, README
-from benchmarks.protocol.report import CONTEXT, ProtocolReport
+from benchmarks.protocol.large_models import CONTEXT
+from benchmarks.protocol.report import ProtocolReport
 from benchmarks.report_file import RESULTS
 from kvq_jax.cache.size import COMPARED_BATCHES
 from kvq_tools.evaluation.protocol import (
@@ -74,13 +75,13 @@ def section(report: ProtocolReport, results: str, other: ProtocolReport | None =
     beside = () if other is None else (_column_of(other),)
     rows = sorted(
         (report.row(cache, LENGTH, shown[0]) for cache in README),
-        key=lambda row: row.sizes_8b()[0].resident,
+        key=lambda row: report.large(row)[0].resident,
     )
     lines = (
         (
             f"`{row.cache}`{'*' if row.calibrated else ''}",
-            f"{row.sizes_8b()[0].resident_bits:.2f}",
-            *(f"{size.resident / 2**30:.2f}" for size in row.sizes_8b()),
+            f"{report.large(row)[0].resident_bits:.2f}",
+            *(f"{size.resident / 2**30:.2f}" for size in report.large(row)),
             *(
                 with_interval(*report.kl(report.row(row.cache, LENGTH, reading)), "#.2g")
                 for reading in shown
@@ -141,7 +142,7 @@ def points(report: ProtocolReport, reading: Reading) -> list[Point]:
     """Return every cache with the protocol's windows in one reading, the smallest first."""
     rows = (r for r in report.rows if (r.context, r.reading) == (LENGTH, reading))
     measured = [
-        Point(row.cache, row.sizes_8b()[0].resident / 2**30, *report.kl(row))
+        Point(row.cache, report.large(row)[0].resident / 2**30, *report.kl(row))
         for row in rows
         if not row.own_windows and row.cache != EXACT
     ]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import pathlib
 
 import kvq_jax as kvq
 from benchmarks.markdown import bracket, head, table, with_interval
-from benchmarks.protocol.report import CONTEXT, ProtocolReport, Row
+from benchmarks.protocol.large_models import CONTEXT
+from benchmarks.protocol.report import ProtocolReport, Row
 from kvq_jax.cache.size import COMPARED_BATCHES
 from kvq_tools.evaluation.protocol import DECODED_FROM, MOST_EXACT, RECENT, SINK, WORDS, choice
 from kvq_tools.report.verdict import LEAST_KL, sentence
@@ -21,7 +23,7 @@ def page(report: ProtocolReport, file: pathlib.Path) -> str:
         lambda row: (row.context, row.reading),
     )
     for (context, reading), rows in by_table:
-        chosen = sorted(rows, key=lambda row: (row.own_windows, row.sizes_8b()[0].resident))
+        chosen = sorted(rows, key=lambda row: (row.own_windows, report.large(row)[0].resident))
         parts += [f"## {context} tokens, {WORDS[reading]}", _table(report, chosen)]
         equal = [row for row in chosen if not row.own_windows]
         if len(equal) > 1:
@@ -33,6 +35,12 @@ def page(report: ProtocolReport, file: pathlib.Path) -> str:
             "KL of the same tokens when everything is decoded, over the KL after an exact prompt.",
             table(("cache", "context", "ratio"), decoded),
         ]
+    if report.elsewhere:
+        parts += [
+            "## On another processor",
+            "KL of rows above, measured again on another kind of processor, over their KL.",
+            table(("cache", "context", "reading", "processor", "ratio"), _elsewhere(report)),
+        ]
     return "\n\n".join(parts)
 
 
@@ -43,7 +51,7 @@ def verdict(report: ProtocolReport, rows: list[Row]) -> str:
             choice(
                 f"`{row.cache}`",
                 kvq.parse(row.spec),
-                row.sizes_8b()[0].resident_bits,
+                report.large(row)[0].resident_bits,
                 row.measured,
                 report.headline,
                 row.exact_share,
@@ -65,13 +73,15 @@ def _said(report: ProtocolReport) -> list[str]:
         "KL in nats per token: mean with a 95 % interval (t, of the logs of windows, widened by the"
         " rounding that other batches and steps show), median, 99.9th percentile, all over the"
         " windows outside the calibration's domain.",
-        f"Bits and GiB are resident, for an 8B model at {CONTEXT // 1024}K tokens.",
+        f"Bits and GiB are resident, for {report.large_model} at {CONTEXT // 1024}K tokens.",
     ]
     if report.calibration_text:
         said.append(
             f"Rows marked * learned from {report.calibration_text.name}"
             f" ({report.calibration_text.domain})."
         )
+    if others := sorted({row.processor for row in report.rows if _of_another(report, row)}):
+        said.append(f"Rows marked † were measured on another processor: {', '.join(others)}.")
     if report.partial:
         said.append(f"**Partial: {len(report.rows)} of {report.planned} rows.**")
     commits = sorted({row.commit for row in report.rows})
@@ -96,15 +106,20 @@ def _table(report: ProtocolReport, rows: list[Row]) -> str:
         "rounding",
         "seconds",
     )
-    return table(columns, [(*cells(report, row), f"{row.seconds:.0f}") for row in rows])
+    lines = []
+    for row in rows:
+        cache, *numbers = cells(report, row)
+        mark = "†" if _of_another(report, row) else ""
+        lines.append((f"{cache}{mark}", *numbers, f"{row.seconds:.0f}"))
+    return table(columns, lines)
 
 
 def cells(report: ProtocolReport, row: Row) -> tuple[str, ...]:
     """Return the printed cells of a row, without its time."""
-    measured, sizes, outside = row.measured, row.sizes_8b(), report.headline
+    measured, sizes, outside = row.measured, report.large(row), report.headline
     perplexity = measured.perplexity(outside)
     return (
-        f"`{row.cache}`{'*' if row.calibrated else ''}{_own(row)}",
+        f"`{row.cache}`{'*' * row.calibrated}{_own(row)}",
         f"{sizes[0].resident_bits:.2f}",
         *(f"{size.resident / 2**30:.2f}" for size in sizes),
         f"{row.model_bytes / 2**20:.1f}",
@@ -117,6 +132,12 @@ def cells(report: ProtocolReport, row: Row) -> tuple[str, ...]:
         f"{perplexity.value:.2f}{bracket(perplexity.interval, '.2f')}",
         f"{measured.rounding:.1%}" if _lossy(row) else "",
     )
+
+
+def _of_another(report: ProtocolReport, row: Row) -> bool:
+    """Return True if another kind of processor measured most rows."""
+    counts = collections.Counter(one.processor for one in report.rows)
+    return row.processor != counts.most_common(1)[0][0]
 
 
 def _own(row: Row) -> str:
@@ -140,4 +161,14 @@ def _decoded_over_prompt(report: ProtocolReport) -> list[tuple[str, ...]]:
                 continue
             ratio = row.measured.over(prompt.measured, report.headline)
             lines.append((f"`{row.cache}`", f"{row.context}", with_interval(*ratio, ".2f")))
+    return lines
+
+
+def _elsewhere(report: ProtocolReport) -> list[tuple[str, ...]]:
+    lines = []
+    for row in report.elsewhere:
+        here = report.row(row.cache, row.context, row.reading, row.own_windows)
+        ratio = row.measured.over(here.measured, report.headline)
+        cells = f"`{row.cache}`", f"{row.context}", row.reading, row.processor
+        lines.append((*cells, with_interval(*ratio, ".3f")))
     return lines

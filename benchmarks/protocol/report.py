@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 
 import kvq_jax as kvq
 from benchmarks import llama_8b
+from benchmarks.protocol import large_models
 from benchmarks.report_file import Report
-from kvq_jax.cache.size import COMPARED_BATCHES
 from kvq_tools.evaluation.intervals import Estimate
 from kvq_tools.evaluation.protocol import Measured, Reading, Sizes
-
-CONTEXT = 32768  # tokens of the 8B model's cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +35,7 @@ class Row:
         model_bytes: resident bytes for the model measured, one sequence, bfloat16.
         calibrated: True if the method learned from the calibration text.
         seconds: processor seconds of all threads.
+        processor: which measured it, or "" in files that are older than this field.
         commit: the state of the code that measured it.
     """
 
@@ -52,26 +50,24 @@ class Row:
     measured: Measured
     seconds: float
     commit: str
+    processor: str = ""
 
     @property
     def key(self) -> tuple[str, bool, int, Reading]:
         return self.cache, self.own_windows, self.context, self.reading
 
-    def sizes_8b(self) -> tuple[kvq.size.Size, ...]:
-        """Return the sizes for an 8B model at 32K tokens, for each of COMPARED_BATCHES."""
-        return _sizes_8b(self.spec)
-
-
-@functools.cache
-def _sizes_8b(spec: str) -> tuple[kvq.size.Size, ...]:
-    config = llama_8b.llama_config()
-    return tuple(kvq.size.of(spec, config, batch, CONTEXT) for batch in COMPARED_BATCHES)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProtocolReport(Report):
-    """Rows so far. planned: how many there will be. calibration: the domain that calibration
-    learns from; the headline is over the windows of all others."""
+    """Rows so far.
+
+    Args:
+        calibration_text: what calibration learned from; the headline is over the windows of texts
+            of other domains.
+        planned: how many rows there will be.
+        large_model: the model whose resident bytes stand beside a row's divergence.
+        elsewhere: rows of `rows`, measured once more on another kind of processor.
+    """
 
     model: str
     fingerprint: str
@@ -80,10 +76,16 @@ class ProtocolReport(Report):
     scored: int
     windows: int
     planned: int
+    large_model: str = llama_8b.NAME
     rows: tuple[Row, ...] = ()
+    elsewhere: tuple[Row, ...] = ()
 
     def sizes(self, context: int) -> Sizes:
         return Sizes(context, self.scored, self.windows)
+
+    def large(self, row: Row) -> tuple[kvq.size.Size, ...]:
+        """Return the sizes of a row's cache for the large model, for each of COMPARED_BATCHES."""
+        return large_models.sizes(row.spec, self.large_model)
 
     @property
     def domains(self) -> Mapping[str, Sequence[int]]:

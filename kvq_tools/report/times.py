@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import platform
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -23,6 +21,7 @@ from kvq_jax.cache.spec import CacheSpec
 from kvq_models.calibration.progress import Progress
 from kvq_models.inference.decoding import decode_step, implementations
 from kvq_models.llama.model import Llama
+from kvq_tools.processor import processor_name
 from kvq_tools.report.schema import Speed, StepTimes, TimingMachine
 
 DIGITS = 4  # of a millisecond
@@ -103,14 +102,7 @@ def device_name() -> str:
     device = jax.devices()[0]
     if device.platform != "cpu":
         return device.device_kind
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    name = next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
-        platform.processor(),
-    )
+    name = processor_name()
     return f"CPU, {name}" if name else "CPU"
 
 

@@ -8,7 +8,7 @@ import pytest
 
 import kvq_jax as kvq
 from benchmarks import llama_8b
-from benchmarks.protocol import equal_bytes, front_page
+from benchmarks.protocol import equal_bytes, front_page, large_models
 from benchmarks.protocol.caches import README
 from benchmarks.protocol.page import page
 from benchmarks.protocol.report import ProtocolReport
@@ -75,11 +75,11 @@ def test_each_cache_meets_the_best_waterfill_cache_that_is_no_larger(in_pairs: P
         smaller, cache="waterfill:bits=4", spec="waterfill:bits=4,sink=4,recent=32", measured=half
     )
     both = dataclasses.replace(in_pairs, rows=(*in_pairs.rows, larger))
-    bits = larger.sizes_8b()[0].resident_bits
+    bits = both.large(larger)[0].resident_bits
     met = {row.cache: (row, best) for row, best, _ in equal_bytes.compared(both, "prompt", 0)}
     assert len(met) == len(README) - 2, "every cache of the README but waterfill itself"
     for row, best in met.values():
-        fits = row.sizes_8b()[0].resident_bits >= bits
+        fits = both.large(row)[0].resident_bits >= bits
         assert best == (larger if fits else smaller), row.cache
     assert {best for _, best in met.values()} == {larger, smaller}, "the sizes decide nothing"
 
@@ -100,3 +100,43 @@ def test_a_verdict_beside_waterfill_needs_the_whole_interval(in_pairs: ProtocolR
         }
         assert [verdict for verdict, holds in by_hand.items() if holds] == [said], cache
     assert {"ahead", "behind"} <= {said for _, said in ratios.values()}
+
+
+def _cells(text: str, heading: str, start: str) -> list[str]:
+    """Return the cells of the first line below a heading that starts so."""
+    below = text.partition(heading)[2]
+    line = next(line for line in below.splitlines() if line.startswith(start))
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_a_model_of_own_kv_heads_has_the_bits_of_a_large_one_of_its_kind(report: ProtocolReport):
+    shared = llama_8b.llama_config()
+    own = dataclasses.replace(shared, num_key_value_heads=shared.num_attention_heads)
+    assert [large_models.like(config) for config in (shared, own)] == ["Llama-3.1-8B", "Llama-2-7B"]
+    of_own = dataclasses.replace(report, large_model="Llama-2-7B")
+    start = f"| `{CACHE}`"
+    at = [_cells(page(one, front_page.FILE), "after", start)[1] for one in (report, of_own)]
+    layer_input, keys_and_values = 4096, 2 * 32 * 128
+    cache = kvq.size.of(report.row(CACHE, 2048, "prompt").spec, own, 1, 32768)
+    stored = 8 * cache.cache / (32 * 32768 * layer_input)  # bits of an element of layers' inputs
+    assert float(at[1]) == pytest.approx(stored * layer_input / keys_and_values, abs=0.01)
+    assert float(at[0]) > 2 * float(at[1]), "XQuant keeps half the elements if no head is shared"
+    with pytest.raises(ValueError, match="no large model 'GPT-2'"):
+        dataclasses.replace(report, large_model="GPT-2").large(report.rows[0])
+
+
+def test_a_page_marks_rows_of_another_processor_and_says_how_far_they_move(report: ProtocolReport):
+    row = report.row(CACHE, 2048, "prompt")
+    assert "†" not in page(report, front_page.FILE)
+    larger = tuple(1.25 * kl for kl in row.measured.window_kl)
+    moved = dataclasses.replace(
+        row, processor="Xeon", measured=dataclasses.replace(row.measured, window_kl=larger)
+    )
+    rows = tuple(moved if one is row else one for one in report.rows)
+    text = page(dataclasses.replace(report, rows=rows, elsewhere=(row,)), front_page.FILE)
+    marked = [line for line in text.splitlines() if line.startswith("|") and "†" in line]
+    assert len(marked) == 1
+    assert marked[0].startswith(f"| `{CACHE}`†")
+    assert "Rows marked † were measured on another processor: Xeon." in text
+    ratio = _cells(text, "## On another processor", f"| `{CACHE}`")[-1]
+    assert float(ratio.partition(" ")[0]) == pytest.approx(1 / 1.25, abs=1e-3)
