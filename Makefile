@@ -5,7 +5,8 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 RUN = $(VENV)/bin/python
-PIP = $(RUN) -m pip --disable-pip-version-check install --quiet
+# without bytecode: it would take half of the time, and Python writes what it imports by itself
+PIP = $(RUN) -m pip --disable-pip-version-check install --quiet --no-compile
 # torch (extra parity) is only for comparisons with transformers, pinned to a build for Python 3.11
 EXTRAS ?= $(shell $(PYTHON) -c 'import sys; print("test,parity,eval" if sys.version_info[:2] == (3, 11) else "test")')
 
@@ -91,7 +92,7 @@ $(VENV)/.kvq-test: $(VENV)/bin/python $(BUILD)
 $(VENV)/.kvq-hosts: $(VENV)/bin/python $(BUILD)
 	@$(RUN) -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; print(*p["dependencies"], *p["optional-dependencies"]["hosts"], sep="\n")' >$@.txt
 	@echo "installing other projects into $(VENV) (a few minutes) ..."
-	$(PIP) --no-compile -r $@.txt
+	$(PIP) -r $@.txt
 	@$(PIP) --no-deps "$(BONSAI)" 2>/dev/null || \
 		echo "bonsai could not be installed from $(BONSAI): its tests are skipped"
 	-@ls cpu_kernels/native.*.so >/dev/null 2>&1 || $(RUN) setup.py --quiet build_ext --inplace
