@@ -8,8 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
+
 import kvq_jax as kvq
 from kvq_jax.cache.size import COMPARED_BATCHES
+from kvq_models.llama.config import LlamaConfig
+from kvq_models.llama.gguf_file import GgufFile
+from kvq_models.llama.open_checkpoint import open_checkpoint
+from kvq_models.llama.weight_count import weight_count
 from kvq_tools.cli.console import format_bytes
 
 
@@ -24,6 +30,20 @@ def of(
         "bits_per_element": kvq.size.bits_per_element(spec, config, capacity, dtype),
         "resident_by_batch": by_batch(spec, config, capacity, dtype),
     }
+
+
+def weights(config: LlamaConfig, dtype: str) -> int:
+    """Return the bytes of a model's weights in this dtype."""
+    return weight_count(config) * jnp.dtype(dtype).itemsize
+
+
+def weights_in_words(size: int, dtype: str, model: str) -> str:
+    """Say what the weights take beside a cache. Those of a GGUF file stay packed on a CPU."""
+    checkpoint = open_checkpoint(model, "config")
+    packed = ""
+    if isinstance(checkpoint, GgufFile):
+        packed = f" ({format_bytes(checkpoint.nbytes)} packed, as on a CPU)"
+    return f"The weights take {format_bytes(size)} more in {dtype}{packed}."
 
 
 def size_cells(cache: dict[str, Any], read: int | None = None) -> dict[str, str]:

@@ -54,6 +54,7 @@ def run(options: argparse.Namespace) -> None:
         "dtype": options.dtype,
         "budget_bytes": options.budget,
         "bf16_bytes": kvq.size.dense_nbytes(config, options.batch, context),
+        "weight_bytes": cache_sizes.weights(config, options.dtype),
         "measured_on": tables.model,
         "texts": list(tables.texts),
         "caches": caches,
@@ -117,6 +118,7 @@ def _print(result: dict[str, Any], tables: measured.Measurements) -> None:
         f" ({tables.windows} windows of each, {tables.scored} tokens scored after {tables.prompt}):"
         " caches of one class are not told apart, and another model has another KL. Resident bytes"
         " are exact, and leave out the weights."
+        f" {cache_sizes.weights_in_words(result['weight_bytes'], result['dtype'], result['model'])}"
     )
     print_line(
         f"kvq plan measures on {result['model']} itself. It needs the weights and a text: kvq plan"

@@ -42,6 +42,7 @@ def run(options: argparse.Namespace) -> None:
         "budget_bytes": options.budget,
         "max_position_embeddings": config.max_position_embeddings,
         "bf16_bytes": kvq.size.dense_nbytes(config, options.batch, context),
+        "weight_bytes": cache_sizes.weights(config, options.dtype),
         "device": None if device is None else memory_roofline.describe_device(device, config),
         "caches": caches,
     }
@@ -144,10 +145,13 @@ def _print(result: dict[str, Any]) -> None:
         _print_notes(cache)
     if result["device"] is not None:
         memory_roofline.print_roofline(result["caches"], result["device"])
-    if result["budget_bytes"] is not None:
+    weights = cache_sizes.weights_in_words(result["weight_bytes"], result["dtype"], result["model"])
+    if result["budget_bytes"] is None:
+        print_line(weights)
+    else:
         print_line(
-            "The budget is for resident bytes, without weights. The model was trained for"
-            f" {result['max_position_embeddings']} positions."
+            f"The budget is for resident bytes, without weights. {weights} The model was trained"
+            f" for {result['max_position_embeddings']} positions."
         )
 
 

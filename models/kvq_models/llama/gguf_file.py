@@ -32,6 +32,7 @@ class GgufFile:
         line, if a file is damaged, of another kind, or missing."""
         parts = _parts(path)
         self.path, self.fields = parts[0].path, parts[0].fields
+        self.nbytes = sum(part.path.stat().st_size for part in parts)
         kind = self.fields.get("general.type", "model")
         if kind != "model":
             raise CheckpointError(

@@ -12,6 +12,8 @@ import pytest
 import kvq_jax as kvq
 from kvq_models import decode_step, forward, prefill, prepare
 from kvq_models.llama.config import LlamaConfig
+from kvq_models.llama.model import abstract_llama
+from kvq_models.llama.weight_count import weight_count
 from kvq_models.llama.weights_needed import check_weights
 from tests.exhaustive import some
 from tests.kvq_models.checkpoints import CASES, SIZES, random_llama, random_tokens, row_errors
@@ -105,6 +107,14 @@ def test_configs_are_written_as_they_were_read(family: str):
     assert LlamaConfig.from_hf(config.to_hf()) == config
     with pytest.raises((ValueError, NotImplementedError), match=OTHERS):
         dataclasses.replace(config, model_type="llama").to_hf()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", CASES)
+def test_weights_are_counted_from_the_configuration(family: str, tied: bool):
+    config = dataclasses.replace(config_of(family), tie_word_embeddings=tied)
+    weights = jax.tree.leaves(abstract_llama(config))
+    assert weight_count(config) == sum(weight.size for weight in weights)
 
 
 def test_few_and_many_tokens_take_the_same_experts():

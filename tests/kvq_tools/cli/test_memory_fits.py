@@ -2,11 +2,14 @@
 
 import json
 
+import jax
 import pytest
 
 import kvq_jax as kvq
 from benchmarks import measured_caches
 from kvq_models.llama.checkpoint import read_config
+from kvq_models.llama.model import abstract_llama
+from kvq_tools.cli.console import format_bytes
 from kvq_tools.planning import measured
 from tests.kvq_models.checkpoints import tiny_config
 
@@ -52,6 +55,19 @@ def test_the_table_names_a_class_and_the_needs_of_a_plan(config, run):
     assert "below 0.003" in out
     assert f"{every - 12} more fit" in out
     assert f"kvq plan {config.parent} --text FILE --budget 100.00GiB --context 4096" in out
+
+
+@pytest.mark.parametrize(("dtype", "width"), [("bfloat16", 2), ("float32", 4)])
+def test_weights_are_said_beside_the_budget(config, run, run_json, dtype, width):
+    asked = "memory", config, "--budget", "100GiB", "--dtype", dtype
+    weights = jax.tree.leaves(abstract_llama(read_config(config.parent)))
+    expected = width * sum(weight.size for weight in weights)
+    for cache in ((), ("--cache", "kivi:bits=2")):
+        assert run_json(*asked, *cache)["weight_bytes"] == expected
+        _, out, _ = run(*asked, *cache)
+        assert f"The weights take {format_bytes(expected)} more in {dtype}." in " ".join(
+            out.split()
+        )
 
 
 def test_if_nothing_fits_the_table_says_what_would(config, run, run_json):
