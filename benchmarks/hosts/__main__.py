@@ -17,10 +17,10 @@ import pathlib
 import warnings
 from collections.abc import Sequence
 
-from benchmarks.cpu.timing import cpu_name
 from benchmarks.hosts import host, measured
 from benchmarks.hosts.report import HostsReport, page
 from benchmarks.report_file import cores, header
+from kvq_tools.processor import processor_name
 
 MODULES = {name: f"benchmarks.hosts.in_{name}" for name in ("scan", "linen", "tunix", "bonsai")}
 SHAPES = (
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     whole += ["--json", args.json] if args.json else []
     report = HostsReport(
         title="Adapters for other people's models",
-        cpu=cpu_name(),
+        cpu=processor_name(),
         cores=cores(),
         load=(*load, round(os.getloadavg()[0], 2)),
         shapes=SHAPES,

@@ -32,11 +32,11 @@ from benchmarks.cpu.request import plan, random_file
 from benchmarks.cpu.request.child import Request
 from benchmarks.cpu.request.plan import Cell
 from benchmarks.cpu.request.report import RequestReport, RequestRow, page
-from benchmarks.cpu.timing import cpu_name
 from benchmarks.report_file import arguments, cores, header
 from kvq_jax.files import whole
 from kvq_models import load_llama, save_llama
 from kvq_models.named_models.names import located
+from kvq_tools.processor import processor_name
 
 REPOSITORY = pathlib.Path(__file__).parents[3]
 TOO_LONG = "took too long"
@@ -119,7 +119,7 @@ class Run:
         return RequestReport(
             title="Requests on a CPU: kvq, llama.cpp, transformers, ONNX Runtime",
             **header(("benchmarks.cpu.request", *self.argv)),
-            cpu=cpu_name(),
+            cpu=processor_name(),
             cores=cores(),
             steps=self.options.steps,
             rows=tuple(self.rows.values()),
