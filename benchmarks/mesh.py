@@ -91,7 +91,7 @@ def timed(call: Callable[[], object], rounds: int) -> tuple[float, ...]:
 
 
 def collectives_ms(placement: kvq.Placement, sizes: Sequence[int], rounds: int) -> float:
-    """Return the median time of sums of so many floats over all devices, each of which waits for
+    """Return the median time of sums of `sizes` floats over all devices, each of which waits for
     the one before."""
     if not sizes:
         return 0.0

@@ -288,8 +288,8 @@ def checked_options(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def in_turns(llama: Llama, work: Work, slots: Sequence[int], repeats: int) -> list[ServingRow]:
-    """Serve the requests one at a time and through so many slots, in turns, and return the run of
-    the median time of each way."""
+    """Serve the requests one at a time and through each number of slots, in turns, and return the
+    run of the median time of each way."""
     turns = [
         [one_at_a_time(llama, work), *(through_slots(llama, work, count) for count in slots)]
         for _ in range(repeats)

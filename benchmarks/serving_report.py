@@ -89,7 +89,7 @@ class ServingReport(Report):
     prefixes: tuple[PrefixRow, ...]
 
     def times_of(self, row: ServingRow, slots: int) -> str:
-        """Return how many times faster a row is than the same work through so many slots, or ""."""
+        """Return how many times faster a row is than the same work through `slots`, or ""."""
         same = (one for one in self.rows if one.work == row.work and one.slots == slots)
         return next((f"{one.seconds / row.seconds:.2f}" for one in same), "")
 
@@ -132,10 +132,9 @@ def lines_of(report: ServingReport) -> list[str]:
 def page(report: ServingReport, file: pathlib.Path) -> str:
     """Render the three tables."""
     said = (
-        f"{report.cores} cores. Requests of {report.model} come all at once, greedy, with prompts"
-        f" and answers of so many tokens; caches hold {report.capacity} tokens a sequence. One at a"
-        " time is `generate`; first tokens are counted from the start, so they wait for the"
-        " requests before."
+        f"{report.cores} cores. Requests of {report.model} come all at once, greedy; caches hold"
+        f" {report.capacity} tokens a sequence. One at a time is `generate`; first tokens are"
+        " counted from the start, so they wait for the requests before."
     )
     parts = head(report, file, said)
     lines = []

@@ -1,8 +1,9 @@
 """Docstrings, comments and documents are plain English, held by counts over the whole tree.
 
 A condition is "if", not "where". A docstring begins with a verb or a noun, not with a clause
-("What the row has"). A local name says the value, not that there is one (`found`, `held`). Width
-is ruff's business (E501 at 100 columns).
+("What the row has"). An argument has its name, or "the given number", and is not "so many". A local
+name says the value, not that there is one (`found`, `held`). Width is ruff's business (E501 at 100
+columns).
 """
 
 import ast
@@ -24,6 +25,7 @@ VAGUE = ("own", "found", "held", "told")
 
 CLAUSE = re.compile(r"\s*(?:What|Whether|How|Which|That of|Those of)\b")
 CODE = re.compile(r"```.*?```|`[^`]*`", re.DOTALL)  # `jnp.where(...)` is not English
+SO_MANY = re.compile(r"[^.]*\bso many\b(?!\s+[^.]*\bthat\b)[^.]*", re.IGNORECASE)
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
 
@@ -81,6 +83,28 @@ def test_conditions_are_if_and_not_where():
 def test_docstrings_begin_with_a_verb_or_a_noun():
     lines = [f"{path}: {line}" for path, content in sources() for line in headless(content)]
     assert len(lines) <= HEADLESS, "\n".join(lines)
+
+
+def unnamed_numbers(source: str) -> list[str]:
+    """Return the sentences that call a number "so many"."""
+    return [text for t in docstrings(source) + comments(source) for text in SO_MANY.findall(t)]
+
+
+def test_arguments_have_their_names():
+    lines = [f"{path}: {text}" for path, content in sources() for text in unnamed_numbers(content)]
+    assert not lines, "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("Wait for so many seconds.", 1),
+        ("There are so many that a page is slow.", 0),
+        ("Return many of them. So it is.", 0),
+    ],
+)
+def test_so_many_is_refused_unless_it_means_a_large_number(text: str, count: int):
+    assert len(unnamed_numbers(f'"""{text}"""\n')) == count
 
 
 def test_local_names_say_the_value():

@@ -92,7 +92,7 @@ def _greedy(
 
 
 def steps(llama: Llama, spec: str, prompt: np.ndarray, room: int) -> Task:
-    """Return the decode steps after prompts [B, T]. There is room for so many."""
+    """Return the decode steps after prompts [B, T]. There is room for `room` steps."""
     cache = kvq.init_cache(spec, llama.config, len(prompt), prompt.shape[1] + room, "float32")
     logits, cache = prefill(llama, cache, prompt)
     state: list[Any] = [jnp.argmax(logits, axis=-1).astype(jnp.int32), cache]
@@ -159,9 +159,9 @@ def page(report: WeightsReport, file: pathlib.Path) -> str:
     lines = [
         *head(report, file, f"{report.cores} cores; weights: {sizes}."),
         f"CPU time of the process, the least of all calls; cache {report.cache}. `products` are all"
-        " matrices of a step with so many rows, `step` decodes a token of so many sequences after"
-        " 128 tokens, `prompt` reads so many tokens, `load` opens no file, but reads and places all"
-        " weights. Dense weights are fp32 and multiplied by XLA.",
+        " matrices of a step with this number of rows, `step` decodes a token of each sequence"
+        " after 128 tokens, `prompt` reads the tokens of a prompt, `load` opens no file, but reads"
+        " and places all weights. Dense weights are fp32 and multiplied by XLA.",
     ]
     pairs: dict[tuple[str, int], dict[str, WeightsRow]] = {}
     for row in report.rows:

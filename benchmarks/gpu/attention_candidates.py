@@ -38,7 +38,7 @@ SPECS = (
 )
 MORE_SPECS = ("kivi:bits=4,pre_rope=true", "nf4", "polarquant")  # at one shape only
 DEQUANTIZED = "kivi:bits=4"  # the cache of the candidate that dequantizes before it attends
-PROCESSORS = 132  # of an H200: so many programs, at least, occupy it
+PROCESSORS = 132  # of an H200, which at least as many programs occupy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Task:
     """A candidate at one shape, before it is compiled. All functions are traced.
 
     bf16: keys and values are exact.
-    moved_bytes: a call moves at least so many. Arrays of a copy are read once. Of products, weights
+    moved_bytes: the least that a call moves. Arrays of a copy are read once. Of products, weights
         are read and scores written too. Attention's queries and result do not count.
     copy_bytes: bytes of a copy.
     temp_bytes: bytes that a call writes beside its result.

@@ -62,7 +62,7 @@ class Case:
         return self.cut(256)
 
     def cut(self, tokens: int) -> Case:
-        """Return the same case with few heads of 64 channels, and so many tokens."""
+        """Return the same case with few heads of 64 channels, and `tokens`."""
         shape = Shape(min(2, self.shape.batch), tokens, 64, 2, min(2, self.shape.group))
         return dataclasses.replace(self, shape=shape)
 

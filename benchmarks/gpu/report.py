@@ -32,7 +32,7 @@ class KernelRow:
     model: the model that has this shape.
     arithmetic: arithmetic of our kernels, "" for other code.
     bf16: keys and values are not quantized.
-    moved_bytes: a call must move at least so many.
+    moved_bytes: the least that a call must move.
     cold: the copies that calls take in turn exceed the L2 twofold.
     idle_ms: median of the same program over no live token (launches and the merge), or None if a
         program has no such input.
@@ -122,7 +122,7 @@ class KernelRow:
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """The kernels that ran in so many calls of a program, as the profiler saw them. what: the
+    """The kernels that ran in `calls` calls of a program, as the profiler saw them. what: the
     program."""
 
     what: str

@@ -20,7 +20,7 @@ from jaxtyping import Array
 import kvq_jax as kvq
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, WIDTH, VOCAB = 2, 8, 2, 64, 256, 256
-WITH_WINDOWS, WINDOW = 6, 128  # layers of Gemma 3, all but the last with windows of so many tokens
+WITH_WINDOWS, WINDOW = 6, 128  # layers of Gemma 3, all but the last with windows of WINDOW tokens
 BATCH, PROMPT, PADDING, STEPS = 2, 160, 60, 32  # of the texts that are compared
 STREAMS = 2  # sequences of a timed step
 ROOT = pathlib.Path(__file__).parents[2]

@@ -52,7 +52,7 @@ NODE_US = 2.0  # of a launch inside of a graph
 
 
 def over_limit(beside: int, limit_us: float) -> float:
-    """Return the estimated time of so many launches and of bytes that take `limit_us`, over the
+    """Return the estimated time of `beside` launches and of bytes that take `limit_us`, over the
     latter."""
     return (beside * NODE_US + limit_us) / limit_us
 

@@ -106,7 +106,7 @@ def before_rope(format: GroupFormat, channels: int) -> Stored:
 
 
 def polar(angle_bits: int, radius_bits: int, group: int, channels: int) -> Stored:
-    """Return keys in polar form, with steps for groups of so many tokens."""
+    """Return keys in polar form, with steps for groups of `group` tokens."""
     format = PolarFormat(angle_bits, radius_bits, channels, group, group)
     reader = kernel_readers.polar(
         format.layout, angle_bits, group, format.scale_dtype, grouped_angles=True

@@ -49,7 +49,7 @@ def argument_parser() -> argparse.ArgumentParser:
     add("--samples", type=int, default=16, help="calibration samples")
     add("--length", type=int, default=1024, help="tokens of a calibration sample")
     add("--json", metavar="FILE", type=pathlib.Path, required=True, help="where the rows go")
-    add("--hours", type=float, help="start no further row after so many hours")
+    add("--hours", type=float, help="start no further row after this time")
     add("--dry-run", action="store_true", help="say what the run will cost, without weights")
     add(
         "--recompute",
@@ -57,7 +57,7 @@ def argument_parser() -> argparse.ArgumentParser:
         type=int,
         nargs="?",
         const=ROWS,
-        help="measure so many rows of the file again and compare printed digits",
+        help="measure the cheapest rows of the file again and compare printed digits",
     )
     return parser
 

@@ -27,7 +27,7 @@ class BodyView(NamedTuple):
 def turned_back(
     query: Float[Array, "B K R H"], begun: LengthsB, tokens: int, rope: Rope
 ) -> tuple[Float[Array, "B K R H"], Float[Array, "B K R H"]]:
-    """Return the queries for keys before RoPE in a ring of so many tokens: in the round that began
+    """Return the queries for keys before RoPE in a ring of `tokens`: in the round that began
     at token `begun`, and in the round before. Kernels take places for positions:
     q . R(round + place) k = R(-round) q . R(place) k."""
     plain = dataclasses.replace(rope, attention_factor=jnp.ones((), jnp.float32))

@@ -22,7 +22,7 @@ def first_inside(
     attention: Attention, sink: int, queries: Int[Array, "..."]
 ) -> Int[Array, "..."] | None:
     """Return the first body token inside the windows of queries at these positions, behind a sink
-    of so many tokens. None without a window."""
+    of `sink` tokens. None without a window."""
     if attention.window is None:
         return None
     return jnp.maximum(queries - attention.window + 1 - sink, 0)

@@ -213,7 +213,7 @@ def window_slots(
     regions: Regions, tokens: Int[Array, "B 1"]
 ) -> tuple[Int[Array, "B E"], Bool[Array, "B E"]]:
     """Return (positions, mask of the slots that hold a token) for the slots of sink and ring, in
-    this order, after so many tokens."""
+    this order, once `tokens` were appended."""
     sink = jnp.broadcast_to(
         jnp.arange(regions.sink_slots, dtype=tokens.dtype)[None],
         (tokens.shape[0], regions.sink_slots),

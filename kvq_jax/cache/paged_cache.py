@@ -82,7 +82,7 @@ class PagedPlan:
         return nbytes(jax.eval_shape(lambda: self._slots(1)))
 
     def blocks(self, tokens: int) -> int:
-        """Return the number of pages that a sequence of so many tokens has written."""
+        """Return the number of pages that a sequence of `tokens` has written."""
         return self.plan.layer.regions.body(tokens) // self.page_tokens
 
     def init(self, pages: int, slots: int) -> PagedCache:

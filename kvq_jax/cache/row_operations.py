@@ -117,8 +117,8 @@ def select_rows(cache: Cache, index: Integers) -> Cache:
         index: a vector of row numbers 0 .. B-1. Traced numbers cannot be checked and are clamped.
 
     Raises:
-        ValueError: if `index` is not such a vector, the placement cannot split so many rows, or the
-            cache was consumed.
+        ValueError: if `index` is not such a vector, the placement cannot split that many rows, or
+            the cache was consumed.
     """
     check_held(cache)
     index = jnp.asarray(int32("index", index))

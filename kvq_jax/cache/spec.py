@@ -112,7 +112,7 @@ class CacheSpec:
         return self.k.exact and self.v.exact
 
     def regions(self, capacity: int, window: int | None = None) -> Regions:
-        """Return the regions of a layer of so many tokens. With a sliding window, it has no sink,
+        """Return the regions of a layer of `capacity` tokens. With a sliding window it has no sink,
         whose tokens would be out of reach, and exact tokens only within the window."""
         if window is None:
             return Regions(self.sink, self.recent, self.block, capacity)

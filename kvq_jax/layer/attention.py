@@ -59,8 +59,8 @@ class Attention:
         return head_dim**-0.5 if self.scale is None else self.scale
 
     def within(self, capacity: int) -> Attention:
-        """Return the attention in sequences of at most so many tokens: a window that holds all of
-        them is none."""
+        """Return the attention in sequences of at most `capacity` tokens: a window that
+        holds all of them is none."""
         if self.window is None or self.window < capacity:
             return self
         return dataclasses.replace(self, window=None)

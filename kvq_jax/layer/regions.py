@@ -112,7 +112,7 @@ class Regions:
         return self.most_held(self.body_capacity // self.block) * self.block
 
     def most_held(self, blocks: int) -> int:
-        """Return the most of so many neighbouring blocks that one shard can hold."""
+        """Return how many of `blocks` neighbouring blocks one shard holds at most."""
         return -(-blocks // self.shards)
 
     def held(self, body: Int[Array, "..."]) -> Int[Array, "..."]:

@@ -31,7 +31,7 @@ def refused(plan: LayerPlan, placement: Placement, query_heads: int) -> str | No
 
 
 def unsplittable(plan: LayerPlan, heads: int) -> str | None:
-    """Return, in one line, why the KV heads of a layer cannot be split into so many parts, or None
+    """Return, in one line, why the KV heads of a layer cannot be split into `heads` parts, or None
     if they can.
 
     They can be split if every array has an axis of KV heads and no two parts share an entry of it.
@@ -83,7 +83,7 @@ def placed(plan: LayerPlan, placement: Placement | None, query_heads: int) -> La
 
 
 def check_rows(placement: Placement | None, batch: int) -> None:
-    """Raise ValueError, in one line, if so many rows cannot be split as a placement asks."""
+    """Raise ValueError, in one line, if a placement cannot split `batch` rows."""
     rows = 1 if placement is None else placement.size("rows")
     if batch % rows:
         raise ValueError(

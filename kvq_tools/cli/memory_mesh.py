@@ -155,7 +155,7 @@ def _abstract(config: LlamaConfig, layers: int, dtype: str) -> Llama:
 
 
 def _placements(devices: int) -> Iterator[kvq.Placement]:
-    """Yield every way in which so many devices can share rows, heads and tokens."""
+    """Yield every way in which `devices` can share rows, heads and tokens."""
     for rows in (r for r in range(1, devices + 1) if devices % r == 0):
         for heads in (h for h in range(1, devices // rows + 1) if devices // rows % h == 0):
             sizes = {"rows": rows, "heads": heads, "tokens": devices // rows // heads}

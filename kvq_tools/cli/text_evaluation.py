@@ -50,7 +50,7 @@ def checked(
 def warn_if_exact(
     caches: Sequence[NamedCache], config: LlamaConfig, window: int, settings: Settings
 ) -> None:
-    """Warn of caches that quantize nothing in windows of so many tokens."""
+    """Warn of caches that quantize nothing in windows of `window` tokens."""
     newest = None if settings.mode == "fake" else settings.read_tokens(window)
     chunks = f" and chunks of {settings.chunk}" if settings.mode == "chunked" else ""
     where = f"in windows of {window} tokens{chunks}"

@@ -251,7 +251,7 @@ class Planner:
                 yield MeasuredSide(layer, side, widths)
 
     def planned(self, costs: Costs, bits: float, context: int) -> tuple[CacheSpec, float]:
-        """Return waterfill with widths for so many stored bits of sequences of `context` tokens,
+        """Return waterfill with widths for `bits` stored bits in sequences of `context` tokens,
         and its predicted KL."""
         widths = widths_within(costs.shrunk(), bits, self.llama.config, context)
         return spec_of(widths, self.method), costs.total(widths)
@@ -259,7 +259,7 @@ class Planner:
     def check(
         self, costs: Costs, bits: float, context: int, fits: Callable[[CacheSpec], bool]
     ) -> list[Checked]:
-        """Measure the best caches of so many bits as a whole, and of other methods those that fit.
+        """Measure the best caches of `bits` bits as a whole, and of other methods those that fit.
         Return them with the best first."""
         equal = resolved(self.bases.spec(bits), self.calibration)
         ours = {
@@ -295,7 +295,7 @@ class Planner:
 
 
 def rivals(config: LlamaConfig, bits: float) -> list[str]:
-    """Return the largest cache of each other method that stores at most so many bits, with
+    """Return the largest cache of each other method that stores at most `bits` bits, with
     waterfill's windows, the larger ones first."""
     ours, fitting = kvq.parse(METHOD), dict[str, tuple[float, str]]()
     for spec in (f"{rival},sink={ours.sink},recent={ours.recent}" for rival in RIVALS):

@@ -35,7 +35,7 @@ def stored_tokens(config: ModelDims, context: int) -> tuple[int, ...]:
 def widths_within(
     costs: Costs, bits: float, config: ModelDims, context: int
 ) -> list[tuple[Widths, Widths]]:
-    """Return the widths (keys, values) of each layer for so many stored bits of an element. Raises
+    """Return the widths (keys, values) of each layer for `bits` stored bits an element. Raises
     ValueError if they are too few for codes."""
     stored = stored_tokens(config, context)
     per_row = 2 * sum(stored)

@@ -171,7 +171,7 @@ class CacheNumbers:
     errors: tuple[LayerErrors, ...]
 
     def resident_bytes(self, batch: int) -> int:
-        """Return the bytes that so many sequences add to those of the model."""
+        """Return the bytes that `batch` sequences add to those of the model."""
         return batch * (self.bytes + self.working_bytes) + self.parameter_bytes
 
 

@@ -33,7 +33,7 @@ def settle() -> None:
 
 @contextlib.contextmanager
 def trimmed(seconds: float = SECONDS) -> Iterator[None]:
-    """Give freed pages back to the system every so many seconds: by itself glibc only shortens a
+    """Give freed pages back to the system at intervals: by itself glibc only shortens a
     heap at its end, and keeps what compiled programs and bursts of requests have left inside."""
     try:
         trim = ctypes.CDLL(None).malloc_trim

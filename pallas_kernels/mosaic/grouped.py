@@ -99,7 +99,7 @@ class GroupedSide:
     def buffers(
         self, arrays: Sequence[jax.Array], slots: int, tokens: int, ops: Matrices
     ) -> list[Any]:
-        """Return the shared memory for `slots` tiles of so many tokens of `views`."""
+        """Return the shared memory for `slots` tiles of `tokens` of `views`."""
         spans, rows = tokens // SPAN, tokens // self.layout.slots
         sets = [
             ops.buffer(slots, rows, self.layout.words(bits), jnp.int16) for bits in self.layout.sets

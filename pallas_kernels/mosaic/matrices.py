@@ -96,7 +96,7 @@ class Matrices:
     swizzled: bool = False
 
     def buffer(self, slots: int, rows: int, columns: int, dtype: Any) -> Any:
-        """Return the shared memory of so many tiles [rows, columns] of 16-bit numbers."""
+        """Return the shared memory of `slots` tiles [rows, columns] of 16-bit numbers."""
         assert rows % SIDE == 0, "each tile begins where the exchange of parts does"
         transforms = transforms_of(columns) if self.swizzled else ()
         return plgpu.SMEM((slots, rows, columns), dtype, transforms=transforms)

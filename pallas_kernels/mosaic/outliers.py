@@ -59,7 +59,7 @@ def gathered(
     width: int = 1,
     together: bool = False,
 ) -> list[jax.Array]:
-    """Return `width` neighbours of each place of an array in global memory, as so many arrays.
+    """Return `width` neighbours of each place of an array in global memory, an array for each.
 
     Args:
         ref: read as if it were flat. 16 bits become int32, or the fp16 whose bits they are.

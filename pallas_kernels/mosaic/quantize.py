@@ -141,7 +141,7 @@ class SpanAccess:
         return LevelWriter(self.layout, store)
 
     def groups(self, channels: int) -> list[tuple[int, int, range]]:
-        """Return the slot, the number and the chunks of each group of so many channels, in the
+        """Return the slot, the number and the chunks of each group of `channels`, in the
         order of tiles, so that few words are open at a time."""
         per_group = channels // self.layout.width
         units = [

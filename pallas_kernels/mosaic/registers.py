@@ -235,7 +235,7 @@ def ldmatrix(ref: ir.Value, places: _Places, transposed: bool) -> np.ndarray:
 def ldmatrix_at(
     ref: ir.Value, first: ir.Value, matrices: Sequence[int], transposed: bool, swizzled: int = 1
 ) -> np.ndarray:
-    """Load matrices, four at a time if there are so many: lanes 8 i .. 8 i + 7 address the rows of
+    """Load matrices, four at a time if there are four: lanes 8 i .. 8 i + 7 address the rows of
     the i-th of them.
 
     Args:

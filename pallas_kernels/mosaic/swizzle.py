@@ -20,7 +20,7 @@ _BYTES = 2  # of a number
 
 
 def transforms_of(columns: int) -> tuple[Any, ...]:
-    """Return how the copy engine writes rows of so many 16-bit numbers."""
+    """Return how the copy engine writes rows of `columns` 16-bit numbers."""
     width = min(_BYTES * columns, _WIDEST)
     tiling = plgpu.TilingTransform((SIDE, width // _BYTES))
     return (*[tiling] * (width < _BYTES * columns), plgpu.SwizzleTransform(width))

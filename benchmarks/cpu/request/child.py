@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-REPEATED, REPEATS = 1024, 3  # prompts of at most so many tokens are read so often
+REPEATED, REPEATS = 1024, 3  # prompts of at most REPEATED tokens are read REPEATS times
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +87,7 @@ def request_times(
     readings: int = 1,
     reset: Callable[[], object] = lambda: None,
 ) -> dict[str, Any]:
-    """Return the times of a request: until the first token, the median of so many readings of the
+    """Return the times of a request: until the first token, the median of all readings of the
     prompt, and of each later token. `reset` empties the cache before a reading, which does not
     count. `next_tokens` generates `each` tokens, and its first call does not count."""
     first = []

@@ -14,12 +14,12 @@ from benchmarks.markdown import head, table
 from benchmarks.report_file import Report
 
 ABOUT = """\
-One sequence, greedy. Every row is a process of its own, which uses so many cores. First token: from
-the ids of the prompt to the first token, with the model loaded and all programs compiled; the
-median of three readings if the prompt has at most 1,024 tokens. ms a token: median of the steps
-after it (kvq generates 8 tokens a call, as `kvq generate` does). Peak: the most memory that the
-process held, its libraries and, as far as it was read, a mapped file included. SmolLM2 was trained
-for 8,192 positions: longer prompts show its speed alone."""
+One sequence, greedy. Every row is a process of its own, with the number of cores in its row. First
+token: from the ids of the prompt to the first token, with the model loaded and all programs
+compiled; the median of three readings if the prompt has at most 1,024 tokens. ms a token: median of
+the steps after it (kvq generates 8 tokens a call, as `kvq generate` does). Peak: the most memory
+that the process held, its libraries and, as far as it was read, a mapped file included. SmolLM2 was
+trained for 8,192 positions: longer prompts show its speed alone."""
 OF_ATTENTION = """\
 Rows of one layer's attention alone add the prompt's rows to the cache and attend, then do so for
 one token at a time. Products alone are what no attention can do without, in XLA: a prompt's

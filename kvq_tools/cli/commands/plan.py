@@ -357,7 +357,7 @@ def _predicted(
     context: int,
     options: argparse.Namespace,
 ) -> dict[str, Any]:
-    """Return the facts about waterfill with so many bits, as its calibration distributes them."""
+    """Return the facts about waterfill at a width, as its calibration distributes them."""
     asked = kvq.parse(bases.spec(bits))
     spec = unmeasured.planned(asked, calibration, config, context)
     facts = described(str(spec), bits, config, options.batch, context, options.dtype)

@@ -128,7 +128,7 @@ def generate(
         cache: for B rows; its buffers are consumed. Continue with the result's `.cache`.
         tokens: [B, T] integers, right-padded prompts of at least one token.
         lengths: [B] integers, tokens of each prompt (default: T).
-        max_new_tokens: at most so many tokens per row.
+        max_new_tokens: the most tokens to generate for a row.
         sampling: the rule by which tokens are drawn (default: greedy).
         eos_ids: tokens that end a row. The cache of a row that has ended does not change.
         key: a JAX key (default: key(0)). The same key gives the same tokens.

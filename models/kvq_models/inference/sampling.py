@@ -20,9 +20,9 @@ class Sampling:
 
     Args:
         temperature: 0 takes the most probable token; otherwise logits are divided by it.
-        top_k: keep the so many most probable tokens; 0 keeps all.
+        top_k: keep the k most probable tokens; 0 keeps all.
         top_p: then keep the fewest tokens whose probabilities add up to it.
-        min_p: then keep tokens at least so many times as probable as the best.
+        min_p: then keep tokens whose probability is at least min_p times the highest.
     """
 
     temperature: float = 0.0

@@ -75,8 +75,8 @@ def generate_drafted(
         cache: for B rows, on one device; its buffers are consumed.
         tokens: [B, T] integers, right-padded prompts of at least one token.
         lengths: [B] integers, tokens of each prompt (default: T).
-        drafts: at most so many drafted tokens per step and row, at least 1.
-        max_new_tokens: at most so many tokens per row.
+        drafts: the most tokens to draft for a row in a step, at least 1.
+        max_new_tokens: the most tokens to generate for a row.
         eos_ids: tokens that end a row.
         implementation: see `decode_step`.
 

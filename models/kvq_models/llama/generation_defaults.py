@@ -18,9 +18,9 @@ class GenerationDefaults:
 
     Args:
         temperature: 0 takes the most probable token.
-        top_k: keep the so many most probable tokens; 0 keeps all.
+        top_k: keep the k most probable tokens; 0 keeps all.
         top_p: then keep the fewest tokens whose probabilities add up to it.
-        min_p: then keep tokens at least so many times as probable as the best.
+        min_p: then keep tokens whose probability is at least min_p times the highest.
         unapplied: settings of the checkpoint that are out of range or that this project does not
             compute, as "name=value".
     """

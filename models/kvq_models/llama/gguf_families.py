@@ -35,7 +35,7 @@ _UNROTATED_STEP = 4  # of smollm3's layers; llama.cpp reads it from no field
 
 
 _SCALED_BY_WIDTH = {"gemma2": 46, "gemma3": 62}  # layers of the 27B models
-# every so many layers one has no window; llama.cpp writes this into few files
+# every n-th layer has no window; llama.cpp writes this into few files
 _FULL_LAYER_STEP = {"olmo2": 4, "gemma2": 2, "gemma3": 6, "gpt-oss": 2}
 
 

@@ -119,7 +119,7 @@ class Compiler:
         return len(done) == len(futures)
 
     def wait(self, seconds: float | None = None) -> None:
-        """Wait until one more program is compiled, or for so many seconds."""
+        """Wait until one more program is compiled, or until the time is over."""
         left = [future for future in self.programs.values() if not future.done()]
         concurrent.futures.wait(left, seconds, concurrent.futures.FIRST_COMPLETED)
 
