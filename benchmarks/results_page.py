@@ -118,7 +118,9 @@ KINDS = (
         "hosts*",
         hosts.HostsReport,
         hosts.page,
-        always("adapters: lines of code, tokens, errors, bytes and times beside hosts' own caches"),
+        always(
+            "adapters: lines of code, tokens, errors, bytes and times against hosts' own caches"
+        ),
     ),
     Kind(
         "mesh*",
@@ -130,7 +132,7 @@ KINDS = (
         "roofline*",
         roofline.RooflineReport,
         roofline.page,
-        always("the CPU kernel's time beside memory's and arithmetic's, instructions"),
+        always("the CPU kernel's time against memory's and arithmetic's, instructions"),
     ),
     Kind(
         "generation*",
@@ -142,7 +144,7 @@ KINDS = (
         "verification*",
         cost.CostReport,
         cost.page,
-        always("CPU time of verifying live memory beside a decode step"),
+        always("CPU time of verifying live memory, against a decode step"),
     ),
     Kind(
         "faults*",
@@ -154,13 +156,13 @@ KINDS = (
         "weights*",
         weights.WeightsReport,
         weights.page,
-        always("packed weights beside dense ones: products, steps, prompts, loading"),
+        always("packed weights against dense ones: products, steps, prompts, loading"),
     ),
     Kind(
         "request*",
         request.RequestReport,
         request.page,
-        always("time to first token, ms a token and memory beside llama.cpp and transformers"),
+        always("time to first token, ms a token and memory, against llama.cpp and transformers"),
     ),
     Kind("*", CpuReport, cpu_page.page, cpu_page.subject),
 )

@@ -266,7 +266,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 rows.append(row)
     with_llama_cpp = in_float32 is not None
     report = GenerationReport(
-        title=f"Tokens a second of {args.model}, kvq beside transformers"
+        title=f"Tokens a second of {args.model}, kvq against transformers"
         + (" and llama.cpp" if with_llama_cpp else ""),
         **header(("benchmarks.cpu.generation", *arguments(argv))),
         model=args.model,

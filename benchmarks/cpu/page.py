@@ -23,7 +23,7 @@ OF_BANDWIDTH = "of bandwidth"
 LEGEND = """\
 Implementations of one shape are timed in turn; a ratio is the median over rounds of time /
 baseline's time in the same round. Cache MB is what the cache (or K and V) occupies, temp what a
-compiled step needs beside its arguments, peak all together, by XLA's account; 1 MB is 10^6 bytes.
+compiled step needs besides its arguments, peak all together, by XLA's account; 1 MB is 10^6 bytes.
 Error is the largest relative error of an output row against the reference on the same codes."""
 
 

@@ -1,4 +1,4 @@
-"""Time decode attention of one layer whose body lies in pages, beside the same codes in rows.
+"""Time decode attention of one layer whose body lies in pages, against the same codes in rows.
 
     python -m benchmarks.cpu.paged
 

@@ -265,7 +265,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         except ValueError as error:
             parser.exit(2, f"{error}\n")
     report = RooflineReport(
-        title="The CPU kernel beside its bounds",
+        title="The CPU kernel against its bounds",
         **header(("benchmarks.cpu.roofline", *arguments(argv))),
         cpu=processor_name(),
         kernel=kernel,

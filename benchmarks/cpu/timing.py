@@ -52,8 +52,8 @@ class Shape:
 class Row:
     """One implementation at one shape. ratio: time relative to the baseline of the same shape.
     error: largest relative error of an output row against the reference on the same codes. Bytes:
-    of the cache, and what the compiled step needs beside its arguments (temp) and in all (peak), as
-    XLA reports them.
+    of the cache, and what the compiled step needs besides its arguments (temp) and in all (peak),
+    as XLA reports them.
     """
 
     implementation: str

@@ -1,4 +1,4 @@
-"""Time packed weights of a GGUF file beside dense ones: products, steps, prompts, loading.
+"""Time packed weights of a GGUF file against dense ones: products, steps, prompts, loading.
 
     taskset -c 0 python -m benchmarks.cpu.weights --model smollm2 --json weights_smollm2_cpu.json
 

@@ -1,4 +1,4 @@
-"""Measure the CPU time of verifying the memory of an engine's slots, beside that of a decode step.
+"""Measure the CPU time of verifying the memory of an engine's slots, against that of a decode step.
 
     python -m benchmarks.faults.cost --model smollm2 --json verification.json
 

@@ -58,7 +58,7 @@ class Task:
     moved_bytes: the least that a call moves. Arrays of a copy are read once. Of products, weights
         are read and scores written too. Attention's queries and result do not count.
     copy_bytes: bytes of a copy.
-    temp_bytes: bytes that a call writes beside its result.
+    temp_bytes: bytes that a call writes besides its result.
     start: makes the loop's x.
     copy: makes the arrays of one copy from a seed.
     calls: pairs of (arithmetic, call(x, copy)).

@@ -92,7 +92,7 @@ class Row:
 
     @property
     def beside(self) -> int:
-        """Return the launches beside those that multiply matrices."""
+        """Return the launches besides those that multiply matrices."""
         return self.total - self.matrices
 
     @property

@@ -1,5 +1,5 @@
-"""Make benchmarks/results/equal_bytes.md: waterfill beside every other cache of the protocol, at no
-more bytes than the other has.
+"""Make benchmarks/results/equal_bytes.md: waterfill against every other cache of the protocol, at
+no more bytes than the other has.
 
 Budgets would flatter whichever method has a cache just below them. So each other cache is a budget
 of its own: of the waterfill caches that are no larger, the one with the least KL is compared with

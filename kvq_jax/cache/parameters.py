@@ -1,4 +1,4 @@
-"""Make the method parameters of one layer: arrays that a method needs beside the codes, calibrated
+"""Make the method parameters of one layer: arrays that a method needs besides the codes, calibrated
 on a text or derived from the layer's weights.
 
     # once for a model: keep the arrays in a file

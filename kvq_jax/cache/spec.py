@@ -2,7 +2,7 @@
 
     SPEC    = METHOD | k=METHOD+v=METHOD[+cache:OPTIONS]
     METHOD  = name[:OPTIONS]                         OPTIONS = option=value[,option=value ...]
-    preset=NAME stands for a method's named set of options. Options beside it override it
+    preset=NAME stands for a method's named set of options. Options given with it override it
     values  : 2 | 0.01 | true | hybrid | 0-2/31 (a list of layers) | 4@0-2/2 (4 in layers 0 to 2,
             else 2)
 

@@ -22,7 +22,7 @@ class KernelWriter(NamedTuple):
     """The quantization of blocks of other formats, in the kernel that appends a token.
 
     blocks: the `BlockWriter` (pallas_kernels/quantize/writer.py).
-    inputs: the arrays that it reads beside the rows, [B, K, ...]. An axis may be 1 long.
+    inputs: the arrays that it reads besides the rows, [B, K, ...]. An axis may be 1 long.
     """
 
     blocks: BlockWriter

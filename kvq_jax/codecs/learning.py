@@ -1,4 +1,4 @@
-"""The parameters of a codec: the arrays that it needs beside the codes, and their sources."""
+"""The parameters of a codec: the arrays that it needs besides the codes, and their sources."""
 
 from __future__ import annotations
 

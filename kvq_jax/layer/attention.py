@@ -1,4 +1,4 @@
-"""The attention of one layer: everything that the scores and the softmax depend on beside queries,
+"""The attention of one layer: everything that the scores and the softmax depend on besides queries,
 keys and values.
 
     s_t = c tanh(scale q . k_t / c)

@@ -38,7 +38,7 @@ def weights(config: LlamaConfig, dtype: str) -> int:
 
 
 def weights_in_words(size: int, dtype: str, model: str) -> str:
-    """Say what the weights take beside a cache. Those of a GGUF file stay packed on a CPU."""
+    """Say what the weights take besides a cache. Those of a GGUF file stay packed on a CPU."""
     checkpoint = open_checkpoint(model, "config")
     packed = ""
     if isinstance(checkpoint, GgufFile):

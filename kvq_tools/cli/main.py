@@ -259,7 +259,7 @@ def _run(arguments: Sequence[str]) -> int:
     try:
         options = _parsed(arguments)
         if arguments[0] == "chat" or getattr(options, "chat", False):
-            chat_template.start()  # a second of another processor, beside the import of JAX
+            chat_template.start()  # a second of another processor, during the import of JAX
         command = _module("commands", arguments[0])  # imports JAX
         interruption.begin()
         if not getattr(options, "no_compilation_cache", arguments[0] in WITHOUT_PROGRAMS):

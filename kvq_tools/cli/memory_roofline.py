@@ -45,7 +45,7 @@ def describe(cache: Cache, config: LlamaConfig, dtype: str, device: Device) -> d
     Lengths are None if any length is hidden or nothing is rebuilt.
 
     Args:
-        cache: the layout. A step reads its parameters beside the weights.
+        cache: the layout. A step reads its parameters besides the weights.
         config: the model's configuration.
         dtype: of the weights.
         device: peaks of the device.

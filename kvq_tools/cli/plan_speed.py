@@ -27,7 +27,7 @@ def budget(options: argparse.Namespace, config: LlamaConfig) -> float | int:
         return options.budget
     if isinstance(options.budget, float):
         raise UserError(
-            "a speed is a budget of bytes: give --budget in bytes beside it, or leave it out"
+            "a speed is a budget of bytes: give --budget in bytes as well, or leave it out"
         )
     if not options.tokens_per_second > 0:
         raise UserError("--tokens-per-second must be above 0")

@@ -1,4 +1,4 @@
-"""Time whole requests on a CPU: kvq beside llama.cpp, transformers, and ONNX Runtime's attention.
+"""Time whole requests on a CPU: kvq against llama.cpp, transformers, and ONNX Runtime's attention.
 
     python -m venv /tmp/llama_cpp
     CMAKE_ARGS=-DGGML_NATIVE=ON /tmp/llama_cpp/bin/pip install llama-cpp-python

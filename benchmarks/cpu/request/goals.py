@@ -1,4 +1,4 @@
-"""The goals of a request on a CPU, beside what a run measured.
+"""The goals of a request on a CPU, and whether a run met them.
 
     decode     ms a token over llama.cpp's best of the same prompt: at most 1, from 4K tokens on 0.5
     prompts    tokens/s over transformers' in float32: at least 2; over llama.cpp's best: at least 1

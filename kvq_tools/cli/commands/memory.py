@@ -156,7 +156,7 @@ def _print(result: dict[str, Any]) -> None:
 
 
 def _print_parts(caches: list[dict[str, Any]]) -> None:
-    """Print the parts of each cache, and what it needs beside itself."""
+    """Print the parts of each cache, and what it needs besides itself."""
     parts = [
         {"cache": c["name"], "side": p["side"], "part": p["name"]} | _bytes(p["bytes"])
         for c in caches

@@ -143,7 +143,7 @@ def _without_layers(model: Structure, outside: Sequence[int], arrays: Arrays) ->
 
 @dataclasses.dataclass(frozen=True)
 class LayerKind:
-    """Everything that the program of a layer depends on beside the shapes of its arrays."""
+    """Everything that the program of a layer depends on besides the shapes of its arrays."""
 
     layer: Structure
     parameters: Structure

@@ -1,5 +1,5 @@
 """Compile an engine's programs: those of every request at once, before the first one, and those of
-longer prompts beside it, while its other requests decode."""
+longer prompts in the background, while its other requests decode."""
 
 from __future__ import annotations
 
