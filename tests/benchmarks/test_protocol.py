@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import types
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import kvq_jax as kvq
 from benchmarks import llama_8b
 from benchmarks.protocol import __main__ as protocol
+from benchmarks.protocol import bench
 from benchmarks.protocol.caches import CACHES
 from benchmarks.protocol.report import ProtocolReport
 from benchmarks.report_file import RESULTS
@@ -116,3 +118,24 @@ def test_a_committed_row_recomputes_to_its_printed_digits(capsys):
     told = capsys.readouterr().out
     assert ended.value.code == 0, told
     assert told.rstrip().endswith("the same digits")
+
+
+@pytest.mark.parametrize(("processor", "kept"), [("another", 1), ("this", 0)])
+def test_the_file_keeps_what_another_processor_measured(tmp_path, monkeypatch, processor, kept):
+    file = tmp_path / "report.json"
+    report = ProtocolReport.read(COMMITTED)
+    rows = tuple(dataclasses.replace(row, processor="this") for row in report.rows)
+    report = dataclasses.replace(report, rows=rows)
+    report.write(file)
+    cheapest = min(rows, key=lambda row: row.seconds)
+    others = [row for row in rows if row.cache != cheapest.cache]
+    chosen = min(others, key=lambda row: row.seconds)
+    again = dataclasses.replace(chosen, processor=processor)
+    monkeypatch.setattr(
+        bench, "Bench", lambda plan: types.SimpleNamespace(measured=lambda _: [again])
+    )
+    plan = types.SimpleNamespace(json=file, caches=(chosen.cache,))
+    (line,), equal = bench.recompute(plan, report, 1)
+    assert equal
+    assert line.startswith(f"{chosen.spec} at"), "only this cache was asked for"
+    assert ProtocolReport.read(file).elsewhere == (again,) * kept
