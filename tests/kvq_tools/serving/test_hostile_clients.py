@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvq_tools.serving import fields
+from kvq_tools.serving.app import create_app
 from kvq_tools.serving.connections import ConnectionLimits, most_connections
 from kvq_tools.serving.errors import ApiError
 from kvq_tools.serving.guard import known_hosts
@@ -184,6 +185,31 @@ def test_a_client_that_does_not_read_is_left_and_its_slots_are_free(guarded: Run
         while guarded.server.server_state.connections and time.monotonic() < deadline:
             time.sleep(0.01)
         assert not guarded.server.server_state.connections
+
+
+def test_a_client_that_leaves_before_its_stream_begins_frees_its_slot(server: Running):
+    """A stream cannot begin while the client has not read its connection's earlier answers."""
+    server.until_idle()
+    counts = server.service.worker.engine.counts
+    before = counts.ended.copy()
+    asked = ASKED | {"prompt": [1, 2, 3], "max_tokens": 230, "stream": True}
+    arrived = [{"type": "http.request", "body": json.dumps(asked).encode()}]
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b""}
+    scope["headers"] = [(b"content-type", b"application/json")]
+
+    async def receive() -> dict:
+        if not arrived:
+            await asyncio.sleep(0.01)
+        return arrived.pop() if arrived else {"type": "http.disconnect"}
+
+    async def send(message: dict) -> None:
+        await asyncio.Event().wait()
+
+    asyncio.run(create_app(server.service)(scope, receive, send))
+    deadline = time.monotonic() + 10
+    while counts.ended == before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert counts.ended == before | {"cancelled": before.get("cancelled", 0) + 1}
 
 
 def test_the_server_ends_while_a_client_does_not_read(server: Running):
