@@ -77,7 +77,8 @@ def _authorization(api_keys: Collection[str]) -> Callable[[Request], None]:
         scheme, _, client_key = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not client_key:
             raise errors.no_key()
-        matching = [key for key in keys if hmac.compare_digest(client_key.encode(), key)]
+        sent = client_key.encode("latin-1")  # as Starlette decodes the bytes of headers
+        matching = [key for key in keys if hmac.compare_digest(sent, key)]
         if not matching:
             raise errors.wrong_key()
         if len(keys) > 1:
