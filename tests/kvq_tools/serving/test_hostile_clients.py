@@ -2,6 +2,7 @@
 is made of it, and what it does with its connection is bounded."""
 
 import asyncio
+import contextlib
 import json
 import socket
 import threading
@@ -153,6 +154,24 @@ def test_many_connections_do_not_shut_others_out(guarded: Running):
             connection.close()
 
 
+def test_an_answer_that_is_still_being_read_makes_no_room(server: Running):
+    limits = ConnectionLimits(most=2, header_seconds=60, unread_seconds=60)
+    with (
+        serving(server.engine(), server.tokenizer, connections=limits) as other,
+        unread(other, stream=False) as reading,
+        contextlib.ExitStack() as silent,
+    ):
+        content = reading.recv(1)
+        for _ in range(3):
+            silent.enter_context(connect(other))
+            assert other.raw("GET", "/health")[0] == 200
+        head, _, body = (content + reading.recv(1 << 12)).partition(b"\r\n\r\n")
+        length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+        while len(body) < length and (more := reading.recv(1 << 16)):
+            body += more
+        assert len(body) == length
+
+
 def test_the_limit_of_connections_leaves_files_for_others(monkeypatch: pytest.MonkeyPatch):
     resource = pytest.importorskip("resource")
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (200, 4096))
@@ -161,13 +180,13 @@ def test_the_limit_of_connections_leaves_files_for_others(monkeypatch: pytest.Mo
     assert most_connections() == 1000
 
 
-def unread(server: Running) -> socket.socket:
+def unread(server: Running, *, stream: bool = True) -> socket.socket:
     """Return a connection whose client asks for a megabyte and does not read it."""
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
     connection.connect(("127.0.0.1", server.port))
     fields = ASKED | {"prompt": PROMPT, "n": SLOTS + QUEUE, "logprobs": 5, "max_tokens": 230}
-    fields |= {"stream": True, "temperature": 1}
+    fields |= {"stream": stream, "temperature": 1}
     body = json.dumps(fields).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {KEY}\r\n"
     head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
