@@ -70,8 +70,9 @@ class TemplateProcess:
 
     def start(self) -> None:
         """Start the process, which takes about a second, and do not wait for it."""
-        if self._process is not None:
+        if self._process is not None and self._process.poll() is None:
             return
+        self.close()  # something else may have ended it
         self._ready = False
         environment = os.environ | {"TRANSFORMERS_VERBOSITY": "error", "PYTHONPATH": _path()}
         self._process = subprocess.Popen(
@@ -86,7 +87,8 @@ class TemplateProcess:
         process, self._process = self._process, None
         if process is not None:
             process.kill()
-            with process:  # closes its pipes and waits
+            # closes its pipes, one of which may hold what could not be written, and waits
+            with contextlib.suppress(OSError), process:
                 pass
 
     def _answer(self, line: bytes) -> dict[str, Any] | None:
@@ -97,7 +99,7 @@ class TemplateProcess:
             raise TemplateError("the process that renders chat templates does not start")
         self._ready = True
         answer = self._line(line, self._seconds)
-        return json.loads(answer) if answer else None
+        return json.loads(answer) if answer.endswith(b"\n") else None
 
     def _line(self, line: bytes, seconds: float) -> bytes:
         process = self._process

@@ -126,16 +126,18 @@ class Answer:
         rest = self._text.rest()
         self._decoded += len(rest)
         certain, stopped = self._stops.add(rest)
-        self._send(
-            certain if stopped else certain + self._stops.rest(), "stop" if stopped else finish
-        )
+        if stopped:
+            self._send(certain, "stop")
+        else:
+            self._send(certain + self._stops.rest(), finish, whole=True)
 
-    def _send(self, text: str, finish: Finish | None = None) -> None:
+    def _send(self, text: str, finish: Finish | None = None, *, whole: bool = False) -> None:
+        """Send the next text. whole: it is the last one, and no stop text cut it."""
         self._sent += len(text)
         self.done = finish is not None
         # Tokens without text, such as the first half of a character, come with the text after them,
         # or with the end.
-        end = self._sent + (finish == "length")
+        end = self._sent + whole
         ready = tuple(itertools.takewhile(lambda token: token.offset < end, self._waiting))
         del self._waiting[: len(ready)]
         self.send(AnswerPiece(self.index, text, ready, finish, self._drawn))

@@ -77,7 +77,8 @@ def _authorization(api_keys: Collection[str]) -> Callable[[Request], None]:
         scheme, _, client_key = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not client_key:
             raise errors.no_key()
-        matching = [key for key in keys if hmac.compare_digest(client_key.encode(), key)]
+        sent = client_key.encode("latin-1")  # as Starlette decodes the bytes of headers
+        matching = [key for key in keys if hmac.compare_digest(sent, key)]
         if not matching:
             raise errors.wrong_key()
         if len(keys) > 1:
@@ -257,11 +258,7 @@ async def _respond(
     request: Request, asked: Any, pending: Pending, wire: CompletionWire | ChatWire
 ) -> Response:
     if asked.stream:
-        return StreamingResponse(
-            _events(request, asked, pending, wire),
-            media_type="text/event-stream",
-            headers={"cache-control": "no-cache"},
-        )
+        return _Stream(pending, _events(request, asked, pending, wire))
     choices: list[list[Any]] = [[] for _ in range(pending.choices)]
     async with contextlib.aclosing(pending.pieces(request)) as pieces:
         async for piece in pieces:
@@ -269,6 +266,22 @@ async def _respond(
     if not all(pieces and pieces[-1].finish for pieces in choices):
         return Response(status_code=CLIENT_GONE)
     return JSONResponse(wire.whole(choices, pending.usage))
+
+
+class _Stream(StreamingResponse):
+    """A stream of events. Its slots are free when it ends, even if no event was asked for: the
+    client may leave before the response begins."""
+
+    def __init__(self, pending: Pending, events: AsyncIterator[str]):
+        headers = {"cache-control": "no-cache"}
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self._pending = pending
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._pending.leave()
 
 
 async def _events(

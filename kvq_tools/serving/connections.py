@@ -101,7 +101,11 @@ class Connection(H11Protocol):
         waiting = [
             other
             for other in self.connections
-            if isinstance(other, Connection) and other is not self and other.between_requests
+            if isinstance(other, Connection)
+            and other is not self
+            and other.between_requests
+            # its last answer is sent
+            and not other.transport.get_write_buffer_size()
         ]
         if waiting:
             min(waiting, key=lambda other: other._accepted).transport.abort()

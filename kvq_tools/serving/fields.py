@@ -75,7 +75,7 @@ class Common(_Fields):
     """Fields of both requests. `top_k` and `min_p` are not OpenAI's. `user` is only a label."""
 
     model: str
-    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: str | Annotated[list[str], FAIL_FAST] | None = None
@@ -181,7 +181,7 @@ class ChatFields(Common):
     template reads, such as Qwen3's enable_thinking."""
 
     messages: Annotated[list[Message], FAIL_FAST, Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -241,7 +241,8 @@ def _check_counts(body: dict[str, Any], most_choices: int, most_messages: int) -
     prompt, n = body.get("prompt"), body.get("n")
     numbers = isinstance(prompt, list) and prompt and isinstance(prompt[0], int)
     prompts = len(prompt) if isinstance(prompt, list) and not numbers else 1
-    choices = prompts * (n if isinstance(n, int) else 1)
+    # a larger n is refused below, and its product may have more digits than Python writes
+    choices = prompts * (n if isinstance(n, int) and n <= MOST_CHOICES else 1)
     if choices > most_choices:
         raise errors.ApiError(
             400,

@@ -133,10 +133,14 @@ class PromptEncoder:
 
         def render() -> str:
             said, given = messages, names
-            if not self._trusted:
-                said = templates.marked(self._tokenizer, template, messages)
-                given = templates.marked_names(self._tokenizer, template, names)
-            return self._templates.render(template, said, self._names | given, self._longest)
+            try:
+                if not self._trusted:
+                    said = templates.marked(self._tokenizer, template, messages)
+                    given = templates.marked_names(self._tokenizer, template, names)
+                return self._templates.render(template, said, self._names | given, self._longest)
+            except RecursionError:  # each value was read as JSON, which may be nested deeper
+                message = "it is nested too deeply"
+                raise errors.invalid("chat_template_kwargs", message) from None
 
         text = await self._rendering.run("messages", render)
         return await self._encoded("messages", text, special=False)

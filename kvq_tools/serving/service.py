@@ -174,7 +174,7 @@ class Pending:
 
     def __init__(self, service: Service, usage: Usage, choices: int):
         self.usage, self.choices, self.jobs = usage, choices, list[AcceptedAnswer]()
-        self._service = service
+        self._service, self._left = service, choices
         self._loop = asyncio.get_running_loop()
         self._pieces: asyncio.Queue[AnswerPiece | None] = asyncio.Queue()
 
@@ -187,9 +187,8 @@ class Pending:
         """Yield pieces until every choice has ended or the client leaves, which frees its slots.
         Raises ApiError if a choice fails."""
         gone = asyncio.create_task(self._watch(http))
-        left = self.choices
         try:
-            while left:
+            while self._left:
                 piece = await self._pieces.get()
                 if piece is None:
                     return
@@ -199,12 +198,16 @@ class Pending:
                     )
                 if piece.finish:
                     self.usage.drawn += piece.drawn
-                    left -= 1
+                    self._left -= 1
                 yield piece
         finally:
             gone.cancel()
-            if left:
-                self._service.worker.cancel(self.jobs)
+            self.leave()
+
+    def leave(self) -> None:
+        """Free the slots of choices that have not ended."""
+        if self._left:
+            self._service.worker.cancel(self.jobs)
 
     async def _watch(self, http: HttpRequest) -> None:
         while (await http.receive())["type"] != "http.disconnect":

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32, UInt32
 
 from kvq_jax.types.pytree import pytree
 from kvq_models.inference.sampling import (
+    LEAST_TEMPERATURE,
     Sampling,
     best_token,
     least_of_count,
@@ -126,8 +127,9 @@ def most_likely(
 def filter_rows(logits: Float[Array, "B V"], rules: RowRules) -> Float[Array, "B V"]:
     """Apply `filter_logits` to each row by its own rule. Rows of temperature 0 count as temperature
     1."""
-    logits = logits / jnp.where(rules.temperature > 0, rules.temperature, 1)[:, None]
     samples = rules.temperature > 0
+    temperature = jnp.maximum(rules.temperature, LEAST_TEMPERATURE)
+    logits = logits / jnp.where(samples, temperature, 1)[:, None]
     counts, sums = samples & (rules.top_k > 0), samples & (rules.top_p < 1)
     least = jnp.full(len(logits), -jnp.inf)
     least = lax.cond(

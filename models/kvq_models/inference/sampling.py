@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Key, UInt32
 
 SIGN = np.uint32(1 << 31)  # the bit of the sign of a float32
+LEAST_TEMPERATURE = 1e-30  # of a division; by less, logits are no float32
 MOST_TEMPERATURE = 3.4e38  # of float32; JSON has integers that no float holds
 
 
@@ -63,7 +64,7 @@ def best_token(logits: Float[Array, "*rows V"]) -> Int[Array, "*rows"]:
 def filter_logits(logits: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B V"]:
     """Return logits divided by the temperature, with -inf for tokens that top_k, top_p and min_p
     exclude. The best always stays."""
-    logits = logits / sampling.temperature
+    logits = logits / max(sampling.temperature, LEAST_TEMPERATURE)
     least = jnp.full(len(logits), -jnp.inf)
     if sampling.top_k:
         least = least_of_count(logits, jnp.full(len(logits), sampling.top_k))

@@ -92,6 +92,16 @@ def test_the_best_token_is_the_first_of_equals_and_in_the_vocabulary():
     assert 0 <= int(best_token(jnp.full((9,), jnp.nan))) < 9
 
 
+def test_a_temperature_near_0_draws_the_most_probable_token():
+    logits, best = logits_of(4), np.asarray(best_token(logits_of(4)))
+    for temperature in (1e-25, 1e-37, 1.2e-38, 1e-40, 1e-320):
+        for rule in (Sampling(temperature), Sampling(temperature, top_p=0.9)):
+            rows = jitted(logits, rules_of((rule,) * ROWS, seed=0, step=0))
+            np.testing.assert_array_equal(rows.token, best, f"{rule}")
+            tokens, _ = sample(logits, rule, jax.random.key(0), jnp.int32(0))
+            np.testing.assert_array_equal(tokens, best, f"{rule}")
+
+
 def kept_by_definition(row: np.ndarray, rule: Sampling) -> np.ndarray:
     """Return a mask of the tokens that a rule keeps, by sorting them."""
     row = row.astype(float) / rule.temperature

@@ -64,7 +64,7 @@ class Running:
         return connection
 
     def raw(
-        self, method: str, path: str, body: bytes | None = None, headers: Mapping[str, str] = EMPTY
+        self, method: str, path: str, body: bytes | None = None, headers: Mapping[str, Any] = EMPTY
     ) -> tuple[int, dict, bytes]:
         """Return (status, headers, body) of a request that no client library would send."""
         with contextlib.closing(self.connect(body, path, method, headers=headers)) as connection:

@@ -2,6 +2,7 @@
 is made of it, and what it does with its connection is bounded."""
 
 import asyncio
+import contextlib
 import json
 import socket
 import threading
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvq_tools.serving import fields
+from kvq_tools.serving.app import create_app
 from kvq_tools.serving.connections import ConnectionLimits, most_connections
 from kvq_tools.serving.errors import ApiError
 from kvq_tools.serving.guard import known_hosts
@@ -152,6 +154,24 @@ def test_many_connections_do_not_shut_others_out(guarded: Running):
             connection.close()
 
 
+def test_an_answer_that_is_still_being_read_makes_no_room(server: Running):
+    limits = ConnectionLimits(most=2, header_seconds=60, unread_seconds=60)
+    with (
+        serving(server.engine(), server.tokenizer, connections=limits) as other,
+        unread(other, stream=False) as reading,
+        contextlib.ExitStack() as silent,
+    ):
+        content = reading.recv(1)
+        for _ in range(3):
+            silent.enter_context(connect(other))
+            assert other.raw("GET", "/health")[0] == 200
+        head, _, body = (content + reading.recv(1 << 12)).partition(b"\r\n\r\n")
+        length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+        while len(body) < length and (more := reading.recv(1 << 16)):
+            body += more
+        assert len(body) == length
+
+
 def test_the_limit_of_connections_leaves_files_for_others(monkeypatch: pytest.MonkeyPatch):
     resource = pytest.importorskip("resource")
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (200, 4096))
@@ -160,13 +180,13 @@ def test_the_limit_of_connections_leaves_files_for_others(monkeypatch: pytest.Mo
     assert most_connections() == 1000
 
 
-def unread(server: Running) -> socket.socket:
+def unread(server: Running, *, stream: bool = True) -> socket.socket:
     """Return a connection whose client asks for a megabyte and does not read it."""
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
     connection.connect(("127.0.0.1", server.port))
     fields = ASKED | {"prompt": PROMPT, "n": SLOTS + QUEUE, "logprobs": 5, "max_tokens": 230}
-    fields |= {"stream": True, "temperature": 1}
+    fields |= {"stream": stream, "temperature": 1}
     body = json.dumps(fields).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {KEY}\r\n"
     head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
@@ -184,6 +204,31 @@ def test_a_client_that_does_not_read_is_left_and_its_slots_are_free(guarded: Run
         while guarded.server.server_state.connections and time.monotonic() < deadline:
             time.sleep(0.01)
         assert not guarded.server.server_state.connections
+
+
+def test_a_client_that_leaves_before_its_stream_begins_frees_its_slot(server: Running):
+    """A stream cannot begin while the client has not read its connection's earlier answers."""
+    server.until_idle()
+    counts = server.service.worker.engine.counts
+    before = counts.ended.copy()
+    asked = ASKED | {"prompt": [1, 2, 3], "max_tokens": 230, "stream": True}
+    arrived = [{"type": "http.request", "body": json.dumps(asked).encode()}]
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b""}
+    scope["headers"] = [(b"content-type", b"application/json")]
+
+    async def receive() -> dict:
+        if not arrived:
+            await asyncio.sleep(0.01)
+        return arrived.pop() if arrived else {"type": "http.disconnect"}
+
+    async def send(message: dict) -> None:
+        await asyncio.Event().wait()
+
+    asyncio.run(create_app(server.service)(scope, receive, send))
+    deadline = time.monotonic() + 10
+    while counts.ended == before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert counts.ended == before | {"cancelled": before.get("cancelled", 0) + 1}
 
 
 def test_the_server_ends_while_a_client_does_not_read(server: Running):

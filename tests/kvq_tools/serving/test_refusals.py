@@ -80,6 +80,8 @@ def test_values_that_ask_for_nothing_are_accepted(server: Running):
         ("completions", {"prompt": "x", "colour": 1}, "colour", "argument supplied: colour"),
         ("completions", {"prompt": "x", "temperature": 2.5}, "temperature", "less than or equal"),
         ("completions", {"prompt": ["x"] * 3, "n": QUEUE}, "n", "24 choices are asked for"),
+        ("completions", {"prompt": ["x"] * 3, "n": 10**4300 - 1}, "n", "less than or equal to 16"),
+        ("completions", {"prompt": "x", "max_tokens": 10**4300 - 1}, "max_tokens", "less than"),
         ("completions", {"prompt": "x", "stop": ["a"] * 5}, "stop", "up to 4 texts"),
         ("completions", {"prompt": "x", "stream_options": {}}, "stream_options", "is true"),
         ("completions", {"prompt": ["x", ""]}, "prompt", "a prompt is empty"),
@@ -123,6 +125,13 @@ def test_every_path_but_health_asks_for_the_key(server: Running):
         assert server.raw("GET", path, headers={"authorization": f"Basic {KEY}"})[0] == 401, path
         assert server.raw("GET", path)[0] == 200, path
     assert server.raw("GET", "/health", headers={"authorization": ""})[0] == 200
+
+
+def test_a_key_may_have_any_characters(server: Running):
+    with serving(server.engine(), server.tokenizer, keys=("clé-ключ",)) as other:
+        for key, status in (("clé-ключ", 200), ("clé-", 401), ("другой", 401)):
+            header = {"authorization": f"Bearer {key}".encode()}
+            assert other.raw("GET", "/v1/models", headers=header)[0] == status, key
 
 
 @pytest.mark.parametrize(

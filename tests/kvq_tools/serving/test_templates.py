@@ -79,6 +79,30 @@ def test_clients_set_names_of_the_template_and_nothing_else():
         encoder.close()
 
 
+@pytest.mark.parametrize("trusted", [True, False])
+def test_values_that_are_nested_too_deeply_are_the_clients_error(trusted: bool):
+    encoder, nested = PromptEncoder(TOKENIZER, THINKS, capacity=256, trusted=trusted), []
+    for _ in range(5000):
+        nested = [nested]
+    try:
+        with pytest.raises(ApiError, match="it is nested too deeply") as refused:
+            asyncio.run(encoder.of_chat(MESSAGES, {"enable_thinking": nested}))
+        assert refused.value.param == "chat_template_kwargs"
+    finally:
+        encoder.close()
+
+
+def test_a_process_that_something_else_has_ended_starts_again(process: TemplateProcess):
+    process.render(PLAIN, MESSAGES, {}, 1000)
+    ended = process._process
+    assert ended is not None
+    assert ended.stdin is not None
+    ended.kill()
+    ended.wait()
+    ended.stdin.write(b"which nobody reads")
+    assert process.render(PLAIN, MESSAGES, {}, 1000) == "<user>Name a river: é\n"
+
+
 def test_a_conversation_that_goes_on_begins_no_answer(process: TemplateProcess):
     template = PLAIN + "{% if add_generation_prompt %}<assistant>{% endif %}"
     asked = [*MESSAGES, {"role": "assistant", "content": "The"}]

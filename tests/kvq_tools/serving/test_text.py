@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvq_models import EMBEDDED
-from kvq_models.inference.engine.requests import Request, Token
+from kvq_models.inference.engine.requests import Ended, Reason, Request, Token
 from kvq_models.llama.checkpoint import open_checkpoint
 from kvq_tools.cli.continuation import Continuation
 from kvq_tools.growing_text import CONTEXT, GrowingText
@@ -108,6 +108,15 @@ def test_tokens_without_text_cost_no_more_than_others(token: int):
     assert TOKENIZER.unk_token_id != CONTINUATION
     assert decoded(word) < 300 * 5 * CONTEXT, "every token decodes the whole answer again"
     assert decoded(token) < 5 * decoded(word)
+
+
+@pytest.mark.parametrize("reason", ["ended", "length"])
+def test_a_last_token_without_text_comes_with_the_end(reason: Reason):
+    sent: list[AnswerPiece] = []
+    answer = Answer(0, Request((5,), 9), TOKENIZER, (), False, sent.append)
+    for event in (Token(0, SPECIAL, -1.0), Ended(0, reason)):
+        answer.take(event)
+    assert [token.token for token in sent[-1].tokens] == [SPECIAL]
 
 
 def test_tokens_that_wait_for_their_text_are_sent_in_linear_time():

@@ -151,8 +151,10 @@ class Engine:
         return nbytes(self.cache) + nbytes(self._row)
 
     def live_tokens(self) -> int:
-        """Return the number of tokens that the cache holds for requests."""
-        return sum(accepted.tokens_held for accepted in self._accepted())
+        """Return the number of tokens that the cache holds for requests, to any thread: the queue,
+        which may change meanwhile, has none in it."""
+        running = *self._slots, (self._reading or (0, None))[1]
+        return sum(one.tokens_held for one in running if one is not None)
 
     def warm_up(self, *, wait: bool = True) -> None:
         """Compile every program except those that score prompts, which are compiled beside other
@@ -190,6 +192,8 @@ class Engine:
         """Forget all requests and begin with empty caches, after `advance` has raised."""
         self._queue.clear()
         self._reading, self._slots = None, [None] * self.slots
+        for leaf in jax.tree.leaves((self.cache, self._row, self._offsets)):
+            leaf.delete()  # there may be no room for two
         self._allocate()
         if self._sweep is not None:
             self._sweep.forget()
@@ -329,8 +333,7 @@ class Engine:
             self.llama, self._row, accepted, count, width, self.implementation
         )
         # on a mesh: otherwise a cancelled row would be filled by another program
-        scored = accepted.request.prompt_logprobs
-        if not scored and logits.sharding != self._no_logits.sharding:
+        if not accepted.request.prompt_logprobs and logits.sharding != self._no_logits.sharding:
             self._no_logits = jax.device_put(np.zeros(logits.shape, np.float32), logits.sharding)
         if self._sweep is not None:
             self._sweep.seal_row(self._row, accepted)

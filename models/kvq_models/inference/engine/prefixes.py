@@ -92,12 +92,11 @@ class PrefixStore:
         if not all(key in self._pieces for key in keys[:-1]):
             return False
         if keys[-1] not in self._pieces:
-            chain = set(keys)
+            if piece.nbytes + sum(self._pieces[key][0].nbytes for key in keys[:-1]) > self.limit:
+                return False
+            self._use(keys[:-1])
             while self.nbytes + piece.nbytes > self.limit:
-                oldest = next(iter(self._pieces), None)
-                if oldest is None or oldest in chain:
-                    return False
-                self._drop(oldest)
+                self._drop(next(iter(self._pieces)))
             self._pieces[keys[-1]] = piece, piece.crc32()
             self.nbytes += piece.nbytes
         self._use(keys)

@@ -10,6 +10,7 @@ import pytest
 
 from kvq_models import Llama, forward
 from kvq_models.inference.engine import programs
+from kvq_models.inference.engine.accepted import Accepted
 from kvq_models.inference.engine.compiling import Compiler, Kind
 from kvq_models.inference.engine.requests import Ended, PromptRead, Request, Token
 from tests.kvq_models.inference.engine.test_engine import VOCABULARY, answer, drained, engine_of
@@ -107,9 +108,27 @@ def test_an_engine_begins_again_after_a_failure(llama: Llama, monkeypatch: pytes
         patch.setattr(programs, "step_slots", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             engine.advance()
+    left = jax.tree.leaves((engine.cache, engine._row))
     engine.reset()
+    assert all(leaf.is_deleted() for leaf in left), "there may be no room for two caches"
     assert engine.idle
     assert answer(engine, request) == expected
+
+
+def test_tokens_are_counted_while_requests_come(llama: Llama, monkeypatch: pytest.MonkeyPatch):
+    engine, request = engine_of(llama, SPEC, slots=1), Request(PROMPT, 8)
+    for _ in range(2):
+        engine.submit(request)
+    engine.advance()
+    held = len(PROMPT) + 1  # the newest token is not there yet
+    assert engine.live_tokens() == held
+
+    def meanwhile(accepted: Accepted) -> int:
+        engine.submit(request)
+        return accepted.read + accepted.drawn - 1 if accepted.drawn else 0
+
+    monkeypatch.setattr(Accepted, "tokens_held", property(meanwhile))
+    assert engine.live_tokens() == held
 
 
 def test_the_programs_of_the_first_request_are_compiled_before_others(

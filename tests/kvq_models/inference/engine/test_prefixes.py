@@ -180,7 +180,11 @@ def test_the_least_recently_used_goes_first_and_the_end_of_a_chain_before_its_be
     )
     assert not store.put([a, b"e"], piece(201)), "there is room only in place of what it continues"
     assert len(store.longest([a])) == 1
-    assert not PrefixStore(99).put([a], piece(100))
+    assert not store.put([c, b"e"], piece(201))
+    assert not store.put([b"e"], piece(301))
+    assert [len(store.longest([key])) for key in (c, d, a)] == [1, 1, 1], "nothing goes in vain"
+    assert store.put([c, b"e"], piece(150)), "c is older than d and a, and they go"
+    assert [len(store.longest(chain)) for chain in ([c, b"e"], [d], [a])] == [2, 0, 0]
     with pytest.raises(ValueError, match="limit=-1 bytes"):
         PrefixStore(-1)
 
