@@ -231,7 +231,7 @@ class CachePlan:
             ValueError: as `attend`, and if the method reads queries and q is None.
         """
         check_held(cache)
-        if q is None and self._reads_queries:
+        if q is None and parse(self.spec).reads_queries:
             raise ValueError(f"{self.spec!r} reads queries: give append q")
         if q is None:
             heads, tokens = self.dims.num_attention_heads, k.shape[1 if layout == "BTNH" else 2]
@@ -302,11 +302,6 @@ class CachePlan:
         layer = dataclasses.replace(self.layer, attention=attention, lse=lse)
         layer = following(layer, self.spec, self.number, self.dims, self.dtype)
         return dataclasses.replace(self, layer=layer)
-
-    @property
-    def _reads_queries(self) -> bool:
-        spec = parse(self.spec)
-        return spec.k.reads_queries or spec.v.reads_queries
 
     def _new(self, cache: LayerCache, tokens: int, lengths: Integers | None) -> tuple[Any, Any]:
         return new_tokens(

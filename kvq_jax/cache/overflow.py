@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvq_jax.arrays.stored import load_body
-from kvq_jax.cache.cache import Cache
+from kvq_jax.cache.cache import Cache, check_held
 from kvq_jax.cache.moving import move
 from kvq_jax.layer.plan import LayerPlan
 from kvq_jax.types.array_types import Tree
@@ -47,7 +47,11 @@ def overflowed(cache: Cache) -> tuple[Overflow, ...]:
 
     Args:
         cache: the cache, on any placement.
+
+    Raises:
+        ValueError: if the cache was consumed.
     """
+    check_held(cache)
     if cache.placement is not None:
         cache = move(cache, None)  # body arrays in the order of tokens
     overflows, lengths = [], np.asarray(cache.lengths)

@@ -122,7 +122,7 @@ def roundtrip(
         k, v = roundtrip(spec, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), q)
         return jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
     spec = parse(spec)
-    if q is None and (spec.k.reads_queries or spec.v.reads_queries):
+    if q is None and spec.reads_queries:
         raise ValueError(f"{str(spec)!r} reads queries: give roundtrip q [B, N, T, H]")
     batch, _, tokens, _ = k.shape
     positions = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), (batch, tokens))
