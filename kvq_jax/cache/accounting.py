@@ -182,7 +182,7 @@ def outlier_totals(cache: Cache) -> tuple[dict[str, OutlierTotals], ...]:
                 # of each run
                 first = jnp.arange(runs, dtype=jnp.int32) * regions.held_capacity // max(1, runs)
                 in_body = regions.body(cache.lengths)
-                live = first[None] < jnp.minimum(in_body, regions.slots * regions.block)[:, None]
+                live = first[None] < jnp.minimum(in_body, regions.read_capacity)[:, None]
                 by_side[side] = OutlierTotals(
                     *(int(jnp.sum(jnp.where(live, count, 0))) for count in counts)
                 )
