@@ -5,10 +5,10 @@ without infinities.
     |x|  = 2^(field - bias) (1 + mantissa / 2^m)
     |x|  = 2^(1 - bias) mantissa / 2^m                  if field = 0
 
-`encode` rounds to the nearest number, to the even mantissa on a tie, and saturates. `decode` is
-decoding is a shift of the code's bits and a multiplication by a power of two: no table, and no
-dtype of 8 bits, which not every backend has. Source: Open Compute Project, OFP8 (2023) and
-Microscaling Formats (MX) specification 1.0, section 5.3.
+`encode` rounds to the nearest number, to the even mantissa on a tie, and saturates. `decode` is a
+shift of the code's bits and a multiplication by a power of two: no table, and no dtype of 8 bits,
+which not every backend has. Source: Open Compute Project, OFP8 (2023) and Microscaling Formats (MX)
+specification 1.0, section 5.3.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ def _with_older(view: streaming.View, queries: streaming.Queries) -> PartialAtte
 
     if seen.shape[1]:
         part = online_softmax.merge(part, attend(view.keys, view.values, view.positions, seen))
-    if not (size := dequantized_body.body_size(view)):
+    if not (size := plan.regions.read_capacity):
         return part
     chunk = chunk_tokens(plan, len(limits), size)
     add = functools.partial(

@@ -41,7 +41,7 @@ def add_body(
         part: their attention so far.
     """
     plan, regions = view.plan, view.plan.regions
-    size = body_size(view)
+    size = regions.read_capacity
 
     def step(i: Array, part: PartialAttention) -> PartialAttention:
         at, fresh = streaming.chunk_at(i, chunk, size)
@@ -67,9 +67,3 @@ def add_body(
     elif lower is not None:
         begin = jnp.min(regions.held_before(lower)) // chunk
     return lax.fori_loop(begin, -(-end // chunk), step, part)
-
-
-def body_size(view: streaming.View) -> int:
-    """Return how many tokens the arrays of the body have room for."""
-    regions = view.plan.regions
-    return regions.slots * regions.block if regions.wraps else regions.held_capacity

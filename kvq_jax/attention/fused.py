@@ -225,7 +225,7 @@ def _body_arguments(
     if first is not None:
         lower = LowerLimits(regions.held_before(first[:, 0]))
     if lower is not None and regions.wraps:
-        tokens = regions.slots * regions.block
+        tokens = regions.read_capacity
         lower = lower._replace(ring=tokens)
         if keys[0].turns:
             begun = limits[:, 0] // tokens * tokens

@@ -108,7 +108,7 @@ def _of_body(
         keys = keys[0], [*keys[1], *_turns(view.rope, regions.sink, capacity)]
     ring = None
     if regions.wraps:
-        ring = Ring(regions.slots * regions.block, written)
+        ring = Ring(regions.read_capacity, written)
         if keys[0].rotated:
             begun = written // ring.tokens * ring.tokens
             query, before = turned_back(query, begun, ring.tokens, required_rope(view.rope))

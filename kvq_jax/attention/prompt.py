@@ -100,10 +100,9 @@ def _add_body(
     part: PartialAttention,
 ) -> PartialAttention:
     """Return `part` with the body added."""
-    size = dequantized_body.body_size(view)
+    plan, size = view.plan, view.plan.regions.read_capacity
     if not size:
         return part
-    plan = view.plan
     chunk = streaming.chunk_tokens(plan.regions.block, size, rows[:, :, :1], plan.row_width)
     none = jnp.zeros(limits.shape, jnp.int32)
     real = jnp.sum(inputs.valid, axis=1, dtype=jnp.int32)

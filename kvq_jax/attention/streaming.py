@@ -322,7 +322,7 @@ def read_chunks(
     """Return `part` with the body added: dequantize and use one chunk after the other."""
     plan, regions, (k_params, v_params) = view.plan, view.plan.regions, view.params
     k_home, v_home = 0, len(plan.codecs) - 1
-    size = regions.slots * regions.block if regions.wraps else regions.held_capacity
+    size = regions.read_capacity
     if not size:
         return part
     chunk = chunk_tokens(regions.block, size, rows, plan.row_width)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from kvq_jax.arrays.stored import load_body
-from kvq_jax.cache.cache import Cache, dims_of, layout, plans_for
+from kvq_jax.cache.cache import Cache, check_held, dims_of, layout, plans_for
 from kvq_jax.cache.moving import move
 from kvq_jax.cache.spec import CacheSpec
 from kvq_jax.layer.attention import of_layer
@@ -164,7 +164,11 @@ def outlier_totals(cache: Cache) -> tuple[dict[str, OutlierTotals], ...]:
     Returns:
         A dictionary for each layer, from "k", "v", or the one side of methods that cache something
         else, to its totals. Sides without slots for outliers are left out.
+
+    Raises:
+        ValueError: if the cache was consumed.
     """
+    check_held(cache)
     layers = []
     if cache.placement is not None:
         cache = move(cache, None)  # body arrays in the order of tokens
@@ -178,7 +182,7 @@ def outlier_totals(cache: Cache) -> tuple[dict[str, OutlierTotals], ...]:
                 # of each run
                 first = jnp.arange(runs, dtype=jnp.int32) * regions.held_capacity // max(1, runs)
                 in_body = regions.body(cache.lengths)
-                live = first[None] < jnp.minimum(in_body, regions.slots * regions.block)[:, None]
+                live = first[None] < jnp.minimum(in_body, regions.read_capacity)[:, None]
                 by_side[side] = OutlierTotals(
                     *(int(jnp.sum(jnp.where(live, count, 0))) for count in counts)
                 )

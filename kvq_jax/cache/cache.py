@@ -21,13 +21,14 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from kvq_jax.cache import display
-from kvq_jax.cache.dims import CacheDims, check_heads, dims_of
+from kvq_jax.cache.dims import CacheDims, check_sizes, dims_of
 from kvq_jax.cache.spec import CacheSpec, parse
 from kvq_jax.layer.plan import LayerPlan, LayerState
 from kvq_jax.methods.base import PerLayer
 from kvq_jax.placement.allowed import check_rows, placed
 from kvq_jax.placement.placement import Placement
 from kvq_jax.types.array_types import ArraySpec, Axis, LengthsB, ModelDims, Tree
+from kvq_jax.types.integers import positive
 from kvq_jax.types.pytree import describe, pytree
 
 DTYPES = ("bfloat16", "float32", "float16")  # of full-precision rows
@@ -110,7 +111,7 @@ def plans_for(
 ) -> tuple[LayerPlan, ...]:
     """Return the plan of every layer of a cache, by default of one token, for questions that do not
     depend on its size. Raise as `init_cache`."""
-    spec, dims, name = _checked(spec, config, 1, capacity, dtype, None)
+    spec, dims, _, capacity, name = _checked(spec, config, 1, capacity, dtype, None)
     return plans(spec, dims, capacity, name)
 
 
@@ -135,13 +136,13 @@ def init_cache(
             cache is made there, part by part. Default: one device.
 
     Raises:
-        ValueError: for another dtype, and if the options do not fit the model: a group size that
-            does not divide the head dim, skip_layers beyond the last layer, a placement or an
-            attention that the method cannot have.
+        ValueError: for another dtype, dimensions that are no model's, and if the options do not fit
+            the model: a group size that does not divide the head dim, skip_layers beyond the last
+            layer, a placement or an attention that the method cannot have.
         NotImplementedError: in one line that names the field, if the config asks for attention that
             kvq does not compute, such as chunks or latents. `CacheDims` say what they ask for.
     """
-    spec, dims, name = _checked(spec, config, batch, capacity, dtype, placement)
+    spec, dims, batch, capacity, name = _checked(spec, config, batch, capacity, dtype, placement)
     empty = functools.partial(_empty, spec, dims, batch, capacity, name, placement)
     if placement is None:
         return empty()
@@ -200,7 +201,7 @@ def axes(
     Raises:
         ValueError: as `init_cache`.
     """
-    spec, dims, name = _checked(spec, config, batch, capacity, dtype, placement)
+    spec, dims, batch, capacity, name = _checked(spec, config, batch, capacity, dtype, placement)
     of_layers = plans(spec, dims, capacity, name, placement)
     # most layers of a model have equal plans
     described = {plan: plan.axes(batch, name) for plan in dict.fromkeys(of_layers)}
@@ -301,15 +302,14 @@ def _checked(
     capacity: int,
     dtype: DTypeLike | None,
     placement: Placement | None,
-) -> tuple[CacheSpec, CacheDims, str]:
+) -> tuple[CacheSpec, CacheDims, int, int, str]:
     spec, dims = parse(spec), dims_of(config)
-    if batch < 1 or capacity < 1:
-        raise ValueError(f"a cache needs at least one row and one token: {batch=}, {capacity=}")
+    batch, capacity = positive("batch", batch), positive("capacity", capacity)
     check_rows(placement, batch)
-    return spec, dims, row_dtype(config, dtype)
+    return spec, dims, batch, capacity, row_dtype(config, dtype)
 
 
-def row_dtype(config: ModelDims, dtype: DTypeLike | None) -> str:
+def row_dtype(config: ModelDims | None, dtype: DTypeLike | None) -> str:
     """Return the name of a cache's dtype. Hugging Face's configs name theirs as PyTorch does:
     torch.float32."""
     wanted = getattr(config, "dtype", None) if dtype is None else dtype
@@ -327,13 +327,13 @@ def row_dtype(config: ModelDims, dtype: DTypeLike | None) -> str:
 
 def _check_layers(spec: CacheSpec, dims: CacheDims) -> None:
     """Raise ValueError if the spec names a layer that the model does not have, or the dimensions
-    name the attention of other layers."""
+    do not fit each other."""
     if dims.attention and len(dims.attention) != dims.num_hidden_layers:
         raise ValueError(
             f"attention has {len(dims.attention)} entries for {dims.num_hidden_layers} layers: give"
             " one for each, or none if all are plain"
         )
-    check_heads(dims)
+    check_sizes(dims)
     named = [("skip_layers names", layer) for layer in spec.skip_layers]
     for method in (spec.k, spec.v):
         first = method.carries_from()

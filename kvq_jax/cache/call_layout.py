@@ -9,10 +9,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvq_jax.types.array_types import Integers
+from kvq_jax.types.integers import int32
 
 Layout = Literal["BTNH", "BNTH"]
 Padding = Literal["right", "left"]
 Rows = Float[Array, "B _ _ H"]  # in the layout of the call
+
+
+def check_layout(layout: str) -> None:
+    """Raise ValueError if arrays have no such layout."""
+    if layout not in ("BTNH", "BNTH"):
+        raise ValueError(f"{layout=}: choose 'BTNH' or 'BNTH'")
 
 
 def turned(
@@ -20,8 +27,6 @@ def turned(
 ) -> Array | None:
     """Return an array of a call, which `name` says the axes of, as a layer takes it: without
     shift[b] tokens of padding on the left."""
-    if layout not in ("BTNH", "BNTH"):
-        raise ValueError(f"{layout=}: choose 'BTNH' or 'BNTH'")
     if array is None:
         return None
     if name in ("x", "residual"):
@@ -38,7 +43,7 @@ def left_padding(
         raise ValueError(f"{padding=}: choose 'right' or 'left'")
     if padding == "right" or lengths is None or tokens == 1:
         return None
-    return tokens - jnp.clip(jnp.asarray(lengths, jnp.int32), 0, tokens)
+    return tokens - jnp.clip(jnp.asarray(int32("lengths", lengths)), 0, tokens)
 
 
 def shifted(array: Array, shift: Int[Array, " B"] | None, axis: int) -> Array:

@@ -11,6 +11,7 @@ from kvq_jax.layer.attention import Attention
 from kvq_jax.layer.known_attention import attention_of
 from kvq_jax.layer.known_heads import heads_of
 from kvq_jax.types.array_types import ModelDims
+from kvq_jax.types.integers import positive
 
 
 class LayerHeads(NamedTuple):
@@ -102,9 +103,23 @@ def dims_of(config: ModelDims) -> CacheDims:
     )
 
 
-def check_heads(dims: CacheDims) -> None:
-    """Raise ValueError if the heads of layers do not fit the model."""
+def check_layer(layer: int, dims: CacheDims) -> None:
+    """Raise ValueError if the model has no layer of this number."""
+    if not 0 <= layer < dims.num_hidden_layers:
+        raise ValueError(f"{layer=}, but the model has layers 0 to {dims.num_hidden_layers - 1}")
+
+
+def check_sizes(dims: CacheDims) -> None:
+    """Raise ValueError if a size is not positive, or KV heads do not divide the query heads."""
+    for name in SIZES:
+        positive(name, getattr(dims, name))
     if not dims.layer_heads:
+        if dims.num_attention_heads % dims.num_key_value_heads:
+            raise ValueError(
+                f"num_key_value_heads={dims.num_key_value_heads} must divide"
+                f" num_attention_heads={dims.num_attention_heads}: equally many query heads read"
+                " each KV head"
+            )
         return
     if len(dims.layer_heads) != dims.num_hidden_layers:
         raise ValueError(
@@ -112,8 +127,8 @@ def check_heads(dims: CacheDims) -> None:
             " give (K, H) for each, or none if all are alike"
         )
     for layer, heads in enumerate(dims.layer_heads):
-        positive = all(isinstance(size, int) and size > 0 for size in heads)
-        if not positive or dims.num_attention_heads % heads[0]:
+        whole = all(isinstance(size, int) and size > 0 for size in heads)
+        if not whole or dims.num_attention_heads % heads[0]:
             raise ValueError(
                 f"layer_heads of layer {layer} are {tuple(heads)}: K must divide"
                 f" {dims.num_attention_heads} query heads, and H be positive"

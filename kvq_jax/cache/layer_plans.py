@@ -24,7 +24,16 @@ from kvq_jax.attention import reference
 from kvq_jax.attention.dispatch import Implementation
 from kvq_jax.cache import display
 from kvq_jax.cache.cache import CacheDims, check_held, dims_of, plans, row_dtype
-from kvq_jax.cache.call_layout import Layout, Padding, Rows, left_padding, turned, unshifted
+from kvq_jax.cache.call_layout import (
+    Layout,
+    Padding,
+    Rows,
+    check_layout,
+    left_padding,
+    turned,
+    unshifted,
+)
+from kvq_jax.cache.dims import check_layer
 from kvq_jax.cache.layer_cache import LayerCache
 from kvq_jax.cache.layer_step import (
     check_parameters,
@@ -42,6 +51,7 @@ from kvq_jax.layer.plan import LayerPlan
 from kvq_jax.placement.allowed import check_rows
 from kvq_jax.placement.placement import Placement
 from kvq_jax.types.array_types import Integers, LayerInputs, ModelDims, PositionsBT, Tree
+from kvq_jax.types.integers import positive
 from kvq_jax.types.pytree import describe
 from kvq_jax.types.rope import Rope
 
@@ -80,6 +90,7 @@ class CachePlan:
 
     def init(self, batch: int) -> LayerCache:
         """Return an empty cache of B sequences."""
+        batch = positive("batch", batch)
         check_rows(self.placement, batch)
 
         def empty() -> LayerCache:
@@ -220,7 +231,7 @@ class CachePlan:
             ValueError: as `attend`, and if the method reads queries and q is None.
         """
         check_held(cache)
-        if q is None and self._reads_queries:
+        if q is None and parse(self.spec).reads_queries:
             raise ValueError(f"{self.spec!r} reads queries: give append q")
         if q is None:
             heads, tokens = self.dims.num_attention_heads, k.shape[1 if layout == "BTNH" else 2]
@@ -252,10 +263,11 @@ class CachePlan:
             the row's length on are unspecified: mask them.
 
         Raises:
-            ValueError: if the body is dealt out to the devices of a mesh, or parameters are
-                missing.
+            ValueError: if the body is dealt out to the devices of a mesh, parameters are missing,
+                or the layout is unknown.
         """
         check_held(cache)
+        check_layout(layout)
         if self.layer.regions.shards > 1:
             raise ValueError(
                 "read returns tokens in order, and this body is dealt out to the devices of a mesh:"
@@ -291,11 +303,6 @@ class CachePlan:
         layer = following(layer, self.spec, self.number, self.dims, self.dtype)
         return dataclasses.replace(self, layer=layer)
 
-    @property
-    def _reads_queries(self) -> bool:
-        spec = parse(self.spec)
-        return spec.k.reads_queries or spec.v.reads_queries
-
     def _new(self, cache: LayerCache, tokens: int, lengths: Integers | None) -> tuple[Any, Any]:
         return new_tokens(
             cache.lengths, self.layer.regions.capacity, tokens, lengths, self.placement
@@ -312,11 +319,12 @@ class CachePlan:
     ) -> tuple[LayerInputs, Int[Array, " B"] | None]:
         """Return the arrays of a call as the layer takes them, heads first and padded on the right,
         and the padding on the left that was removed."""
+        check_layout(layout)
         check_split(self.placement, arrays)
         tokens = arrays["q"].shape[2 if layout == "BNTH" else 1]
+        check_shapes(self.dims, (cache.lengths.shape[0], tokens), arrays, layout)
         shift = left_padding(tokens, lengths, padding)
         turned_arrays: dict[str, Any] = {n: turned(n, a, layout, shift) for n, a in arrays.items()}
-        check_shapes(self.dims, (cache.lengths.shape[0], tokens), turned_arrays)
         positions, valid = self._new(cache, tokens, lengths)
         names = ("x", "q_pre", "q", "k_pre", "k", "v", "residual")
         x, q_pre, q, k_pre, k, v, residual = (cast(Any, turned_arrays.get(n)) for n in names)
@@ -376,10 +384,8 @@ def layer_plan(
         NotImplementedError: as `init_cache`.
     """
     spec, sizes = parse(spec), dims_of(dims)
-    if capacity < 1:
-        raise ValueError(f"a cache needs room for at least one token: {capacity=}")
-    if not 0 <= layer < sizes.num_hidden_layers:
-        raise ValueError(f"{layer=}, but the model has layers 0 to {sizes.num_hidden_layers - 1}")
+    capacity = positive("capacity", capacity)
+    check_layer(layer, sizes)
     sizes = sizes if attention is None else sizes.attending(attention)
     name = row_dtype(dims, dtype)
     plan = plans(spec, sizes, capacity, name, placement)[layer]

@@ -18,6 +18,7 @@ from jaxtyping import Array
 from kvq_jax.attention import dispatch
 from kvq_jax.attention.dispatch import XLA, Implementation, Route
 from kvq_jax.cache.cache import CacheDims
+from kvq_jax.cache.call_layout import Layout
 from kvq_jax.cache.parameters import missing_parameters, parameter_axes
 from kvq_jax.cache.spec import parse
 from kvq_jax.cache.update import decode_layer, prefill_layer
@@ -40,7 +41,7 @@ from kvq_jax.types.array_types import (
     Tree,
     ValidBT,
 )
-from kvq_jax.types.integers import int32
+from kvq_jax.types.integers import int32, positive
 
 
 def check_parameters(spec: str, layer: int, plan: LayerPlan, params: Tree, taker: str) -> None:
@@ -53,13 +54,22 @@ def check_parameters(spec: str, layer: int, plan: LayerPlan, params: Tree, taker
         )
 
 
-def check_shapes(dims: CacheDims, new: tuple[int, ...], arrays: Mapping[str, Array | None]) -> None:
+def check_shapes(
+    dims: CacheDims,
+    new: tuple[int, ...],
+    arrays: Mapping[str, Array | None],
+    layout: Layout = "BNTH",
+) -> None:
     """Raise ValueError if one of the arrays of (B, T) new tokens, by name, does not fit the cache,
     and NotImplementedError if its type tracks the axes of a shard_map, because the loops over a
     cache start from values that do not. None stands for an array that the caller does not have."""
     batch, tokens = new
-    queries = (batch, dims.num_attention_heads, tokens, dims.head_dim)
-    rows = (batch, dims.num_key_value_heads, tokens, dims.head_dim)
+
+    def of_heads(count: int) -> tuple[int, ...]:
+        middle = (count, tokens) if layout == "BNTH" else (tokens, count)
+        return batch, *middle, dims.head_dim
+
+    queries, rows = of_heads(dims.num_attention_heads), of_heads(dims.num_key_value_heads)
     hidden = (batch, tokens, dims.hidden_size)
     wanted: dict[str, tuple[int, ...]] = {
         "q": queries,
@@ -122,7 +132,7 @@ def new_tokens(
 ) -> tuple[PositionsBT, ValidBT]:
     """Return the positions of T new tokens after the first `before` of each row, and a mask of
     those that are stored: the first lengths[b] (default: all) that the capacity has room for."""
-    batch = before.shape[0]
+    batch, tokens = before.shape[0], positive("tokens", tokens)
     with crossing(placement) as mesh:
         new = jnp.arange(tokens, dtype=jnp.int32)[None]
         positions = before[:, None] + new

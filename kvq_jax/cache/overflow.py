@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvq_jax.arrays.stored import load_body
-from kvq_jax.cache.cache import Cache
+from kvq_jax.cache.cache import Cache, check_held
 from kvq_jax.cache.moving import move
 from kvq_jax.layer.plan import LayerPlan
 from kvq_jax.types.array_types import Tree
@@ -47,7 +47,11 @@ def overflowed(cache: Cache) -> tuple[Overflow, ...]:
 
     Args:
         cache: the cache, on any placement.
+
+    Raises:
+        ValueError: if the cache was consumed.
     """
+    check_held(cache)
     if cache.placement is not None:
         cache = move(cache, None)  # body arrays in the order of tokens
     overflows, lengths = [], np.asarray(cache.lengths)
@@ -76,7 +80,7 @@ def _of_body(plan: LayerPlan, body: Tree, lengths: np.ndarray) -> Iterator[tuple
     if not plan.regions.body_capacity:
         return
     regions = plan.regions
-    aged = np.array([min(regions.body(int(n)), regions.slots * regions.block) for n in lengths])
+    aged = np.array([min(regions.body(int(n)), regions.read_capacity) for n in lengths])
     for array in jax.tree.leaves(body, is_leaf=lambda node: hasattr(node, "out_of_range")):
         counted = array.out_of_range() if hasattr(array, "out_of_range") else None
         for end, runs in () if counted is None else zip(("large", "small"), counted, strict=True):

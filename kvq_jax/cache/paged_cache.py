@@ -124,9 +124,15 @@ class PagedPlan:
         """Return the cache with the exact tokens and the length of slot `source` in slot `target`.
 
         The target's row of the table must name the source's pages for its first `blocks(length)`
-        blocks, and pages of its own after them.
+        blocks, and pages of its own after them. Traced numbers of slots cannot be checked.
+
+        Raises:
+            ValueError: if one is not the number of a slot.
         """
-        source, target = jnp.asarray(source), jnp.asarray(target)
+        slots = len(cache.slots.lengths)
+        source, target = (
+            _slot(name, number, slots) for name, number in (("source", source), ("target", target))
+        )
 
         def copied(array: Array) -> Array:
             return array.at[target].set(array[source])
@@ -162,6 +168,13 @@ class PagedPlan:
                     f" {pages - 1}"
                 )
         return blocks
+
+
+def _slot(name: str, number: Integers, slots: int) -> Int[Array, ""]:
+    index: Int[Array, "..."] = jnp.asarray(int32(name, number))
+    if not isinstance(index, Tracer) and (index.ndim or not 0 <= int(index) < slots):
+        raise ValueError(f"{name}={index}, but the cache has slots 0 to {slots - 1}")
+    return index
 
 
 def _without_body(cache: LayerCache) -> LayerCache:

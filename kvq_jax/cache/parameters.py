@@ -10,7 +10,7 @@ on a text or derived from the layer's weights.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,8 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Float
 
-from kvq_jax.cache.cache import CacheDims, dims_of, plans
+from kvq_jax.cache.cache import Cache, CacheDims, dims_of, plans
+from kvq_jax.cache.dims import check_layer
 from kvq_jax.cache.spec import CacheSpec, parse
 from kvq_jax.codecs.codec import Codec, Side
 from kvq_jax.codecs.learning import QueryMoments
@@ -55,10 +56,12 @@ def prepare_layer(
         The parameters (keys, values), each a tree of arrays, or () for a side that needs none.
 
     Raises:
-        ValueError: in one line, if the spec does not fit the model, if weights or calibrated arrays
-            that the method needs are missing, or if arrays have the wrong names or shapes.
+        ValueError: in one line, if the spec does not fit the model, if the model has no such layer,
+            if weights or calibrated arrays that the method needs are missing, or if arrays have the
+            wrong names or shapes.
     """
     spec, sizes = parse(spec), dims_of(dims)
+    check_layer(layer, sizes)
     plan, sizes = parameter_plans(spec, sizes)[layer], sizes.at(layer)
     from_weights: tuple[Tree, Tree] = ((), ())
     if plan.k.learning.weights or plan.v.learning.weights:
@@ -108,10 +111,11 @@ def calibrate_layer(
         {"k": {name: array}, "v": {...}}, without sides that need no parameters.
 
     Raises:
-        ValueError: in one line, if a side's rows or gradients are missing, have the wrong shapes,
-            or the method refuses them.
+        ValueError: in one line, if the model has no such layer, or if a side's rows or gradients
+            are missing, have the wrong shapes, or the method refuses them.
     """
     spec, sizes = parse(spec), dims_of(dims)
+    check_layer(layer, sizes)
     plan, sizes, calibrated = parameter_plans(spec, sizes)[layer], sizes.at(layer), {}
     moments = None if queries is None else _query_moments(queries, sizes)
     sides: tuple[tuple[Side, Codec], ...] = (("k", plan.k), ("v", plan.v))
@@ -141,6 +145,18 @@ def calibrate_layer(
             )
         calibrated[side] = learning.calibrate(tokens, slopes, moments)
     return calibrated
+
+
+def parameters_by_layer(cache: Cache, parameters: Sequence[Tree]) -> tuple[Tree, ...]:
+    """Return the parameters of each layer, `()` for all if none are given. Raise ValueError if they
+    are those of another number of layers."""
+    by_layer = tuple(parameters) or ((),) * len(cache.layers)
+    if len(by_layer) != len(cache.layers):
+        raise ValueError(
+            f"parameters must have an entry for each of the {len(cache.layers)} layers, got"
+            f" {len(by_layer)}"
+        )
+    return by_layer
 
 
 def missing_parameters(plan: LayerPlan, params: Tree) -> str:

@@ -4,7 +4,7 @@ there are no windows."""
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from kvq_jax.cache.cache import CacheDims
+from kvq_jax.cache.call_layout import Layout, check_layout
 from kvq_jax.cache.spec import CacheSpec, parse
 from kvq_jax.codecs.codec import TokensAt
 from kvq_jax.layer import cross_layer
@@ -95,7 +96,7 @@ def roundtrip(
     v: Float[Array, "B _ _ H"],
     q: Float[Array, "B _ _ H"] | None = None,
     *,
-    layout: Literal["BTNH", "BNTH"] = "BNTH",
+    layout: Layout = "BNTH",
 ) -> tuple[Float[Array, "B _ _ H"], Float[Array, "B _ _ H"]]:
     """Return keys and values as the body of a cache would return them for the tokens of a prompt.
 
@@ -113,14 +114,15 @@ def roundtrip(
         (k_hat, v_hat), fp32, in the shape of k.
 
     Raises:
-        ValueError: if a method reads queries and q is None.
+        ValueError: if a method reads queries and q is None, or the layout is unknown.
     """
+    check_layout(layout)
     if layout == "BTNH":
         q = None if q is None else jnp.swapaxes(q, 1, 2)
         k, v = roundtrip(spec, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), q)
         return jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
     spec = parse(spec)
-    if q is None and (spec.k.reads_queries or spec.v.reads_queries):
+    if q is None and spec.reads_queries:
         raise ValueError(f"{str(spec)!r} reads queries: give roundtrip q [B, N, T, H]")
     batch, _, tokens, _ = k.shape
     positions = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), (batch, tokens))

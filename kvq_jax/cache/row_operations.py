@@ -23,7 +23,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Int
 
 from kvq_jax.cache.cache import Cache, check_held, shardings
-from kvq_jax.cache.parameters import parameter_axes
+from kvq_jax.cache.parameters import parameter_axes, parameters_by_layer
 from kvq_jax.cache.update import take_tokens
 from kvq_jax.cache.wrapped_body import blocks_from, held_from
 from kvq_jax.layer import cross_layer
@@ -35,7 +35,7 @@ from kvq_jax.placement.placement import Placement
 from kvq_jax.placement.processes import fetched
 from kvq_jax.placement.shards import on_shards, parameter_partition, state_partition
 from kvq_jax.types.array_types import ArraySpec, Integers, LengthsB, Tree
-from kvq_jax.types.integers import int32
+from kvq_jax.types.integers import int32, positive
 
 
 def trim(cache: Cache, lengths: Integers, parameters: tuple[Tree, ...] = ()) -> Cache:
@@ -60,8 +60,9 @@ def trim(cache: Cache, lengths: Integers, parameters: tuple[Tree, ...] = ()) -> 
         parameters: the method's parameters for each layer, `()` for methods without any.
 
     Raises:
-        ValueError: if `lengths` is not [B] or holds other values, a window has left the tokens that
-            a row would go back to, or the cache was consumed.
+        ValueError: if `lengths` is not [B] or holds other values, parameters are those of another
+            number of layers, a window has left the tokens that a row would go back to, or the cache
+            was consumed.
     """
     check_held(cache)
     limits = jnp.asarray(int32("lengths", lengths))
@@ -70,7 +71,8 @@ def trim(cache: Cache, lengths: Integers, parameters: tuple[Tree, ...] = ()) -> 
     if not isinstance(limits, Tracer) and np.asarray(limits).min() < 0:
         raise ValueError(f"lengths must be at least 0, got {np.asarray(limits).tolist()}")
     check_windows(cache, limits)
-    return _apply(_trimmed, cache.placement, cache, limits, parameters or ((),) * len(cache.layers))
+    by_layer = parameters_by_layer(cache, parameters)
+    return _apply(_trimmed, cache.placement, cache, limits, by_layer)
 
 
 def check_windows(cache: Cache, limits: Array) -> None:
@@ -153,9 +155,7 @@ def repeat_rows(cache: Cache, repeats: int) -> Cache:
     Raises:
         ValueError: if `repeats` is not an integer of at least 1, or as `select_rows`.
     """
-    if int32("repeats", repeats).ndim or repeats < 1:
-        raise ValueError(f"{repeats=} must be an integer of at least 1")
-    return select_rows(cache, np.repeat(np.arange(cache.batch), repeats))
+    return select_rows(cache, np.repeat(np.arange(cache.batch), positive("repeats", repeats)))
 
 
 def merge_rows(first: Cache, second: Cache) -> Cache:

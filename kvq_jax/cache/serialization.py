@@ -26,7 +26,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 
-from kvq_jax.cache.cache import Cache, axes, check_held, layout
+from kvq_jax.cache.cache import Cache, axes, check_held, layout, row_dtype
 from kvq_jax.cache.dims import SIZES, CacheDims, dims_of
 from kvq_jax.cache.moving import deals, orders, placers
 from kvq_jax.cache.spec import CacheSpec, parse
@@ -161,7 +161,7 @@ def load_cache(
         "spec": spec and parse(spec),
         "dims": config and dims_of(config),
         "capacity": capacity,
-        "dtype": dtype and jnp.dtype(dtype).name,
+        "dtype": None if dtype is None else row_dtype(config, dtype),
         "model_fingerprint": model_fingerprint,
         "parameters_fingerprint": parameters_fingerprint,
     }

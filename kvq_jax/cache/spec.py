@@ -111,6 +111,11 @@ class CacheSpec:
         """Return True if neither method quantizes anything, whatever its options."""
         return self.k.exact and self.v.exact
 
+    @property
+    def reads_queries(self) -> bool:
+        """Return True if a method needs the queries of new tokens."""
+        return self.k.reads_queries or self.v.reads_queries
+
     def regions(self, capacity: int, window: int | None = None) -> Regions:
         """Return the regions of a layer of `capacity` tokens. With a sliding window it has no sink,
         whose tokens would be out of reach, and exact tokens only within the window."""

@@ -41,6 +41,7 @@ def _made(public: str, name: str) -> Callable[..., CacheSpec]:
         texts = (
             f"{key}={write_layers(value) if key == 'skip_layers' else value_text(value)}"
             for key, value in values.items()
+            if value is not None and not (key == "skip_layers" and len(value) == 0)
         )
         return parse(":".join(filter(None, (name, ",".join(texts)))))
 

@@ -31,6 +31,7 @@ from kvq_jax.cache.layer_step import (
     new_tokens,
     run_layer,
 )
+from kvq_jax.cache.parameters import parameters_by_layer
 from kvq_jax.types.array_types import (
     LayerInputs,
     LengthsB,
@@ -103,14 +104,7 @@ def begin(
             or parameters that the cache's method needs are missing.
     """
     check_held(cache)
-    if tokens < 1:
-        raise ValueError(f"{tokens=} must be at least 1")
-    by_layer = tuple(parameters) or ((),) * len(cache.layers)
-    if len(by_layer) != len(cache.layers):
-        raise ValueError(
-            f"parameters must have an entry for each of the {len(cache.layers)} layers, got"
-            f" {len(by_layer)}"
-        )
+    by_layer = parameters_by_layer(cache, parameters)
     for layer, (plan, params) in enumerate(zip(cache.plans, by_layer, strict=True)):
         check_parameters(str(cache.spec), layer, plan, params, "begin(..., parameters=...)")
     positions, valid = new_tokens(cache.lengths, cache.capacity, tokens, lengths, cache.placement)

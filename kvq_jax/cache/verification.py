@@ -26,7 +26,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int, UInt32
 
-from kvq_jax.cache.cache import Cache, axes
+from kvq_jax.cache.cache import Cache, axes, check_held
 from kvq_jax.layer.regions import Regions
 from kvq_jax.types.array_types import ArraySpec
 
@@ -72,8 +72,9 @@ def seal(cache: Cache, layers: Sequence[int] | None = None, row: int | None = No
     """Return the sums of these layers of a cache on one device, by default of all, or those of one
     sequence alone. They take time for the tokens that there are, and not for the capacity.
 
-    Raises NotImplementedError for a cache on a mesh.
+    Raises NotImplementedError for a cache on a mesh, ValueError if the cache was consumed.
     """
+    check_held(cache)
     if cache.placement is not None:
         raise NotImplementedError("caches on a mesh cannot be verified; leave out placement")
     lengths = np.array(cache.lengths)

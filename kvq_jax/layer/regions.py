@@ -111,6 +111,12 @@ class Regions:
             return (self.slots + 1) * self.block
         return self.most_held(self.body_capacity // self.block) * self.block
 
+    @property
+    def read_capacity(self) -> int:
+        """Return the number of body tokens of each shard that attention can read: all but the slot
+        for spare codes, if the body wraps around."""
+        return self.slots * self.block if self.wraps else self.held_capacity
+
     def most_held(self, blocks: int) -> int:
         """Return how many of `blocks` neighbouring blocks one shard holds at most."""
         return -(-blocks // self.shards)

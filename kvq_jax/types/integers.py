@@ -3,6 +3,9 @@ truncate values that do not fit."""
 
 from __future__ import annotations
 
+import operator
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,6 +38,21 @@ def int32(name: str, values: Integers) -> Int32[np.ndarray | Array, "..."]:
     if outside.any():
         raise ValueError(f"{name} must fit int32, got {host[outside].flat[0]}")
     return host.astype(np.int32)
+
+
+def positive(name: str, value: Any) -> int:
+    """Return one integer of at least 1, of whatever type, as an int.
+
+    Raise ValueError, in one line that calls it `name`, for anything else. NumPy's integers would
+    make traced arrays of sizes that must be static.
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = 0
+    if isinstance(value, bool) or number < 1:
+        raise ValueError(f"{name}={value} must be an integer of at least 1")
+    return number
 
 
 def _array(name: str, values: Integers) -> np.ndarray:

@@ -59,6 +59,7 @@ def test_each_method_has_a_call_that_makes_its_spec(name: str):
 def test_calls_are_checked_as_texts_are():
     assert kvq.Kivi(bits=4, recent=32) == kvq.parse("kivi:bits=4,recent=32")
     assert kvq.Kivi(bits=4) != kvq.Kivi(bits=2)
+    assert kvq.Kivi(sink=None, skip_layers=()) == kvq.parse("kivi"), "the defaults, written out"
     with pytest.raises(ValueError, match="kivi:bits=5 is not allowed; choose from 2, 3, 4, 8"):
         kvq.Kivi(bits=5)
     with pytest.raises(ValueError, match="unknown option 'bit' of kivi"):

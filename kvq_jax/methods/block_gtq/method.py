@@ -83,7 +83,7 @@ class BlockGTQ(Method):
         if side == "k":
             widths = self._widths(layer, dims.head_dim)
         else:
-            widths = (at_layer(self.v_bits, layer) or math.floor(self.bits),)
+            widths = (at_layer(self.v_bits, layer) or self._budget(1),)
         format = RunFormat(dims.head_dim, block, widths)
         return RateGroupsCodec(side, format, self.scale_dtype, ordered=side == "k")
 

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 
 from kvq_jax.arrays.channel_groups import channel_group
 from kvq_jax.arrays.grouped_array import GroupFormat, resolve_group
-from kvq_jax.arrays.sparse_outliers import LONGEST_POOL, MOST_PLACES, Pool
+from kvq_jax.arrays.sparse_outliers import LONGEST_POOL, MOST_PLACES, MOST_SLOTS, Pool
 from kvq_jax.codecs.codec import Codec, Side
 from kvq_jax.methods.base import Method, PerLayer, Windows, at_layer, option, scale_dtype_option
 from kvq_jax.methods.gear.codec import GearCodec
@@ -91,21 +91,32 @@ class Gear(Method):
         self, side: Side, heads: int, channels: int, block: int
     ) -> tuple[int, Pool | None]:
         """Return the number of outliers on each side of a channel's run or a token, at least one,
-        and their slots."""
+        and their slots. A run is the largest part of a block that 16 bits can count."""
         if not self.outliers:
             return 0, None
-        run = max(
-            n for n in range(1, LONGEST_POOL + 1) if block % n == 0 and n * channels <= MOST_PLACES
-        )
-        together = run if side == "k" else heads * channels
-        per_side = max(1, math.floor(together * self.outliers / 2))
+
+        def sizes(run: int) -> tuple[int, int, int]:
+            """Return the entries that outliers are chosen from, those on each side, and slots."""
+            width = heads * channels
+            together, times = (run, width) if side == "k" else (width, run)
+            per_side = max(1, math.floor(together * self.outliers / 2))
+            return together, per_side, 2 * per_side * times
+
+        parts = (n for n in range(1, LONGEST_POOL + 1) if block % n == 0)
+        runs = [n for n in parts if n * channels <= MOST_PLACES and sizes(n)[2] <= MOST_SLOTS]
+        if not runs:
+            raise ValueError(
+                f"outliers={self.outliers:g} of {heads} heads of {channels} channels do not fit"
+                " 16-bit counts: take a smaller fraction"
+            )
+        run = runs[-1]
+        together, per_side, slots = sizes(run)
         if 2 * per_side >= together:
             raise ValueError(
                 f"outliers={self.outliers:g} leaves nothing of {together} entries: a smaller"
                 " fraction, or a larger block"
             )
-        of_run = 2 * per_side * (heads * channels if side == "k" else run)
-        return per_side, Pool(run, of_run, overflows=False)
+        return per_side, Pool(run, slots, overflows=False)
 
     def _check(self, dims: ModelDims, block: int) -> None:
         if self.backbone == "kcvt" and self.group_size:

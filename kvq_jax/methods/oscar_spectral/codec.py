@@ -119,8 +119,8 @@ def turn_of(params: Tree) -> Float[Array, "K H H"]:
     """Return the calibrated rotation. Raises ValueError if there is none."""
     if not params:
         raise ValueError(
-            "oscar_spectral needs a calibrated rotation: kvq.parameters.prepare or"
-            " kvq_models.prepare attaches it"
+            "this method needs a calibrated rotation: kvq.parameters.prepare or kvq_models.prepare"
+            " attaches it"
         )
     return params["turn"]
 

@@ -78,7 +78,8 @@ def probes_of(inputs: LayerInputs, count: int, attention: Attention = PLAIN) -> 
 
     start = jnp.full((batch, heads, query_heads // heads, count), -jnp.inf, jnp.float32)
     if attention.sinks and inputs.sinks is not None:
-        start = jnp.broadcast_to(inputs.sinks.reshape(1, heads, -1, 1), start.shape)
+        sinks = inputs.sinks.astype(jnp.float32).reshape(1, heads, -1, 1)
+        start = jnp.broadcast_to(sinks, start.shape)
     normalizers = lax.fori_loop(0, -(-tokens // chunk), add, start)
     normalizers = jnp.where(jnp.isfinite(normalizers), normalizers, 0).reshape(
         batch, query_heads, count

@@ -3,7 +3,7 @@
     1. draw samples of the text                                    (samples.py)
     2. run the model over each; every layer's rows and gradients
        go to disk                                                  (activations.py, store.py)
-    3. fit one side of one layer at a time                         (Codec.calibrate)
+    3. fit one side of one layer at a time                         (codecs/learning.py)
 
 Memory holds the weights and either one sample or the rows and gradients of one side of one layer.
 You can interrupt both loops: the next call with the same work directory continues, and gives the
@@ -160,7 +160,7 @@ def _fitted(
     except ValueError as error:
         raise ValueError(f"layer {need.layer}, {need.side}: {error}") from error
     assert _agree(parameters, need), (
-        f"{type(need.codec).__name__}.calibrate does not keep what its parameters() declares"
+        f"{type(need.codec).__name__} does not fit the parameters that it declares"
     )
     store.keep(need.layer, need.side, options, parameters)
     return parameters

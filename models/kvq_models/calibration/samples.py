@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Int
 
 from kvq_jax.types.array_types import Integers
+from kvq_jax.types.integers import int32
 from kvq_models.llama.config import LlamaConfig
 
 
@@ -28,7 +29,7 @@ def draw(
 def check(token_ids: Integers, samples: int, length: int, config: LlamaConfig) -> None:
     """Raise ValueError, in one line, if no samples can be drawn from these tokens for this
     model."""
-    tokens = np.asarray(token_ids)
+    tokens = np.asarray(int32("token_ids", token_ids))
     if samples < 1 or length < 1:
         raise ValueError(
             f"a calibration needs at least one sample of one token: {samples=}, {length=}"

@@ -82,6 +82,11 @@ def check_request(
     """Raise ValueError, in one line, for everything that can be refused without the weights."""
     if bits not in BITS:
         raise ValueError(f"{bits=} is not supported; choose from {', '.join(map(str, BITS))}")
+    if config.experts is not None:
+        raise ValueError(
+            "a model with a mixture of experts has no MLP to quantize, and most of its weights"
+            " would stay as they are: take a model without experts"
+        )
     if packed and bits != 4:
         raise ValueError(f"{bits=} cannot be packed: packed weights have 4 bits")
     widths = {config.hidden_size, config.num_attention_heads * config.head_dim}

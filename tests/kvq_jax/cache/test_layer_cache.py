@@ -266,6 +266,15 @@ def test_plans_of_equal_layers_are_equal_and_hash_alike():
         (dict(capacity=0), "capacity=0"),
         (dict(spec="xquant"), "needs parameters for keys and values of layer 1"),
         (dict(q=jnp.zeros((2, 4, 3, 32))), r"q must have shape \[2, 4, 4, 32\]"),
+        (
+            dict(k=jnp.zeros((2, 4, 3, 32)), v=jnp.zeros((2, 4, 3, 32))),
+            r"k must have shape \[2, 4, 2, 32\].*, got \[2, 4, 3, 32\]",
+        ),
+        (
+            {name: jnp.zeros((2, 0, 4 if name == "q" else 2, 32)) for name in "qkv"},
+            "tokens=0 must be an integer of at least 1",
+        ),
+        (dict(lengths=[1, 2**40], padding="left"), "lengths must fit int32"),
         (dict(lengths=[1, 2, 3]), r"lengths must be \[2\]"),
     ],
 )
@@ -277,3 +286,13 @@ def test_what_does_not_fit_is_refused_in_a_line(options: dict[str, Any], message
         plan = kvq.layer_plan(of_plan.pop("spec"), DIMS, **of_plan)
         plan.attend(plan.init(2), **(arrays | options), prefill=True)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.usefixtures("types_unchecked")
+def test_no_rows_and_unknown_layouts_are_refused():
+    plan, rows = kvq.layer_plan(SPEC, DIMS, layer=0, capacity=64), jnp.zeros((1, 2, 4, 32))
+    with pytest.raises(ValueError, match="batch=0 must be an integer of at least 1"):
+        plan.init(0)
+    for read in (plan.read, lambda cache, layout: kvq.roundtrip("kivi", rows, rows, layout=layout)):
+        with pytest.raises(ValueError, match="layout='BTHN': choose 'BTNH' or 'BNTH'"):
+            read(plan.init(1), layout="BTHN")

@@ -187,3 +187,6 @@ def test_what_pages_do_not_serve_is_refused():
     table = 4 * np.eye(2, paged.width, dtype=int)
     with pytest.raises(ValueError, match="pages from 0 to 4, but the cache has pages 0 to 3"):
         paged.attend(cache, table, **arrays)
+    for slots, message in (((2, 0), "source=2"), ((0, -1), "target=-1")):
+        with pytest.raises(ValueError, match=f"{message}, but the cache has slots 0 to 1"):
+            paged.fork(cache, *slots)

@@ -103,6 +103,12 @@ def calibrated_on(of_rows: dict[str, np.ndarray], gradients: dict[str, np.ndarra
 
 
 REFUSED: list[tuple[Callable[[], Any], str]] = [
+    (lambda: prepared("kivi", -1), "layer=-1, but the model has layers 0 to 1"),
+    (lambda: prepared("kivi", 2), "layer=2, but the model has layers 0 to 1"),
+    (
+        lambda: kvq.parameters.calibrate(SPEC, DIMS, -1, rows(), rows()),
+        "layer=-1, but the model has layers 0 to 1",
+    ),
     (lambda: prepared("xquant", 1), "'xquant' needs the weights of layer 1: give kvq.*weights="),
     (lambda: prepared(SPEC), "k of layer 0 needs levels, .*: give kvq.*calibrated="),
     (

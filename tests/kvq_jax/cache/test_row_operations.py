@@ -153,6 +153,7 @@ def test_caches_that_differ_share_no_rows(field: str, other: dict):
         (lambda c: kvq.rows.select(c, [0.5]), "index must be integers, got 0.5"),
         (lambda c: kvq.rows.repeat(c, 0), "repeats=0"),
         (lambda c: kvq.rows.trim(c, [1, 2]), r"lengths must be \[8\]"),
+        (lambda c: kvq.rows.trim(c, [1] * 8, ((),)), "an entry for each of the 2 layers, got 1"),
         (
             lambda c: kvq.rows.replace(c, 8, kvq.rows.select(c, [0])),
             "index=8, but the cache has rows 0 to 7",

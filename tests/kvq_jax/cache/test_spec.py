@@ -2,10 +2,11 @@
 allowed."""
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -213,7 +214,40 @@ def test_no_method_makes_a_block_of_nothing():
     assert polar == kvq.parse("polarquant").layer(0, DIMS, 300, "float32").k
 
 
-@pytest.mark.parametrize(("batch", "capacity"), [(0, 8), (1, 0)])
-def test_empty_caches_are_refused(batch: int, capacity: int):
-    with pytest.raises(ValueError, match=f"{batch=}, {capacity=}"):
+@pytest.mark.usefixtures("types_unchecked")
+@pytest.mark.parametrize(
+    ("batch", "capacity", "message"),
+    [
+        (0, 8, "batch=0"),
+        (1, 0, "capacity=0"),
+        (1.5, 8, r"batch=1\.5"),
+        (1, 8.0, r"capacity=8\.0"),
+        (1, True, "capacity=True"),
+    ],
+)
+def test_sizes_that_are_no_numbers_of_rows_or_tokens_are_refused(
+    batch: Any, capacity: Any, message: str
+):
+    with pytest.raises(ValueError, match=rf"\A{message} must be an integer of at least 1\Z"):
         kvq.init_cache("dense", DIMS, batch, capacity)
+
+
+@pytest.mark.usefixtures("types_unchecked")
+def test_sizes_may_be_integers_of_numpy():
+    cache = kvq.init_cache("kivi:block=8", DIMS, cast(Any, np.int64(1)), cast(Any, np.int64(264)))
+    assert (type(cache.batch), type(cache.capacity)) == (int, int)
+    assert cache.plans == kvq.init_cache("kivi:block=8", DIMS, 1, 264).plans
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"num_key_value_heads": 3}, "num_key_value_heads=3 must divide num_attention_heads=4"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads=0 must be an integer of at least 1"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0 must be an integer of at least 1"),
+        ({"head_dim": -64}, "head_dim=-64 must be an integer of at least 1"),
+    ],
+)
+def test_dimensions_of_no_model_are_refused(sizes: dict[str, int], message: str):
+    with pytest.raises(ValueError, match=message):
+        kvq.init_cache("kivi", dataclasses.replace(DIMS, **sizes), 1, 64)

@@ -234,7 +234,7 @@ def test_arrays_of_other_shapes_are_refused_by_name(
 
 
 def test_steps_that_do_not_fit_the_cache_are_refused():
-    refused("tokens=0 must be at least 1", kvq.begin, new(), 0, prefill=True)
+    refused("tokens=0 must be an integer of at least 1", kvq.begin, new(), 0, prefill=True)
     three, options = jnp.ones(3, jnp.int32), {"prefill": True, "parameters": [((), ())]}
     refused(r"must be \[2\], got shape \(3,\)", kvq.begin, new(), 1, three, prefill=True)
     refused("an entry for each of the 2 layers, got 1", kvq.begin, new(), 1, **options)

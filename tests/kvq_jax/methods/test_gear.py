@@ -121,6 +121,17 @@ def test_without_a_product_and_outliers_it_is_kivi():
         np.testing.assert_array_equal(one, other)
 
 
+def test_outliers_of_many_heads_have_shorter_runs_that_16_bits_can_count():
+    """All heads of a run share its slots, and their ends are 16-bit numbers."""
+    spec, heads = "gear:outliers=0.45,rank=0", 32
+    (plan,) = kvq.cache.layout(spec, kvq.CacheDims(1, heads, heads, 128, 4096), 1, 256).plans
+    assert isinstance(plan.k, GearCodec)
+    assert plan.k.pool == Pool(32, 2 * 7 * heads * 128, overflows=False)
+    rows = np.random.default_rng(0).normal(size=(1, heads, 64, 128)).astype(np.float32)
+    for read in kvq.roundtrip(spec, jnp.asarray(rows), jnp.asarray(rows)):
+        assert np.sqrt(np.mean((np.asarray(read) - rows) ** 2)) < 0.15
+
+
 def test_a_fraction_of_the_tokens_and_not_of_the_width_are_outliers():
     spec, dims = "gear:outliers=0.1", kvq.CacheDims(1, 8, 8, 128, 1024)
     (plan,) = kvq.cache.layout(spec, dims, 1, 256).plans

@@ -59,6 +59,11 @@ REFUSED = [
     ("squat:ahead=16,rotate=true", SMALL, r"\Aahead=16 turns queries by RoPE"),
     # outliers
     (
+        "gear",
+        CacheDims(1, 512, 512, 128, 4096),
+        "512 heads of 128 channels do not fit 16-bit counts",
+    ),
+    (
         "gear:backbone=kcvt,group_size=32",
         TINY,
         r"\Agroup_size=32 has no meaning with backbone=kcvt",
@@ -100,6 +105,9 @@ REFUSED = [
     # widths
     ("waterfill:bits=0.3", TINY, r"bits=0\.3", "32 channels", "between"),
     ("waterfill:bits=9", TINY, "bits=9", "between"),
+    ("block_gtq:bits=0.5", TINY, r"bits=0\.5", "between 1 and 8"),
+    ("k=dense+v=block_gtq:bits=0.5", TINY, r"bits=0\.5", "between 1 and 8"),
+    ("k=dense+v=block_gtq:bits=20", TINY, "bits=20", "between 1 and 8"),
     ("waterfill:k_widths=1234", TINY, "k_widths=1234", "widest first"),
     ("waterfill:v_widths=9100", TINY, "v_widths=9100", "at most 8 bits"),
     ("waterfill:v_widths=221", TINY, "v_widths=221", "3 chunks", "RoPE pairs"),

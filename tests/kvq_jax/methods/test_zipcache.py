@@ -69,6 +69,13 @@ def test_saliency_is_the_mean_attention_of_the_probes_that_see_a_token(
     assert np.abs(plain[:, met] / wanted[:, met] - 1).max() > 0.3, "any attention would pass"
 
 
+def test_sinks_of_16_bits_make_the_probes_of_their_values():
+    wide = dataclasses.replace(inputs(), sinks=jnp.asarray(SINKS, jnp.float32))
+    narrow = dataclasses.replace(wide, sinks=wide.sinks.astype(jnp.bfloat16))
+    one, other = (probes_of(given, 8, SPECIAL)["normalizers"] for given in (wide, narrow))
+    np.testing.assert_array_equal(one, other)
+
+
 def test_probes_are_the_last_tokens_and_others_spread_over_the_prompt():
     positions = np.asarray(probe_positions(jnp.asarray([100, 3, 0]), 8))
     np.testing.assert_array_equal(positions[0, :4], [99, 98, 97, 96])

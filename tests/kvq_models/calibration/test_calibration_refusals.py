@@ -6,6 +6,7 @@ import shutil
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from kvq_models.calibration.store import Identity
@@ -22,6 +23,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"text": [5] * 30 + [96]},
         "token id 96 at position 30 is outside the vocabulary of 96",
     ),
+    "no tokens": ({"text": np.full(30, 0.5)}, "token_ids must be integers, got 0.5 of float64"),
     "a cache that needs none": ({"spec": "kivi"}, "'kivi' needs no calibration"),
     "a cache that does not fit": (
         {"spec": "k=kvquant:bits=2,outliers=0.1+v=kivi:group_size=24+cache:block=8"},

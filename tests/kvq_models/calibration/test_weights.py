@@ -24,6 +24,12 @@ def distortion(y: np.ndarray, weight: np.ndarray, levels: np.ndarray) -> float:
     return float((weight * np.square(y - levels[nearest(y, levels)])).sum())
 
 
+def test_a_mixture_of_experts_is_refused():
+    config = tiny_config("mixtral", num_local_experts=4, num_experts_per_tok=2)
+    with pytest.raises(ValueError, match=r"\A[^\n]* mixture of experts has no MLP to quantize"):
+        weights.check_request(config, TOKENS, 4, 0.0, 1, 16)
+
+
 @pytest.mark.parametrize(("numbers", "entries"), [(40, 16), (300, 4)])
 def test_levels_of_rows_are_as_good_as_those_of_one_row(numbers: int, entries: int):
     rng = np.random.default_rng(1)

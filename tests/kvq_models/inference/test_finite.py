@@ -74,6 +74,9 @@ def test_a_consumed_cache_says_where_it_went(tmp_path):
         "select_rows": lambda c: kvq.rows.select(c, [0]),
         "merge_rows": lambda c: kvq.rows.merge(taken, c),
         "save_cache": lambda c: kvq.files.save(c, tmp_path / "f.safetensors"),
+        "seal": kvq.files.seal,
+        "overflowed": kvq.size.overflowed,
+        "outlier_totals": kvq.size.outlier_totals,
     }
     for name, use in uses.items():
         with pytest.raises(ValueError, match="consumed by a call that took it over") as refused:
