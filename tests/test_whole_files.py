@@ -1,7 +1,13 @@
 """Nothing of ours writes a file in place: after a kill, what stood there stands there still."""
 
 import ast
+import os
 import pathlib
+import stat
+
+import pytest
+
+from kvq_jax.files import whole
 
 ROOT = pathlib.Path(__file__).parents[1]
 SOURCES = (
@@ -51,3 +57,23 @@ def test_every_file_is_written_whole_or_not_at_all():
         found += [f"{name}:{line}: {call}" for line, call in calls if (name, call) not in ELSEWHERE]
     assert files > 150, "the sources were not there"
     assert not found, f"kvq_jax/files/whole.py has what writes these whole: {found}"
+
+
+def test_a_pipe_stays_a_pipe(tmp_path: pathlib.Path):
+    """As a device does: a rename would put a file in the place of /dev/null, for all processes."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(OSError, match=r"Is a device or a pipe, not a file: .*pipe"):
+        whole.write(pipe, "content")
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    assert list(tmp_path.iterdir()) == [pipe]
+
+
+def test_a_link_to_a_file_stays_a_link(tmp_path: pathlib.Path):
+    (tmp_path / "disk").mkdir()
+    link, file = tmp_path / "newest", tmp_path / "disk" / "file"
+    file.write_text("old")
+    link.symlink_to(file)
+    whole.write(link, "new")
+    assert link.is_symlink()
+    assert file.read_text() == "new"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import secrets
 import shutil
@@ -28,10 +29,13 @@ _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a temporary path to write a file to, and move it over `path` at the end.
 
-    After an error or a kill, `path` is as it was. Raise OSError if the folder of `path` is missing
-    or cannot be written.
+    A link stays, and the file that it names is replaced. After an error or a kill, `path` is as it
+    was. Raise OSError if the folder of `path` is missing or cannot be written, or if `path` is a
+    device or a pipe: a rename would put a file in its place.
     """
-    path = Path(path)
+    if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
+        raise OSError(errno.EINVAL, "Is a device or a pipe, not a file", str(path))
+    path = Path(os.path.realpath(path))
     with _unfinished(path) as folder:
         content = folder / CONTENT
         try:

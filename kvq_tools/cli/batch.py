@@ -59,11 +59,12 @@ class PromptLine:
 
 def run(options: argparse.Namespace) -> None:
     """Answer the prompts of --prompts that --out does not have yet."""
+    out_file = inputs.output_file(options.out)
     config = inputs.read_config(options.model, options.cache)
     inputs.check_calibration(options, config)
     tokenizer = text_input.load_tokenizer(options.model)
     items = read_items(options, config, tokenizer)
-    with _answers(Path(options.out)) as (before, out):
+    with _answers(out_file) as (before, out):
         pending = _pending(options.out, items, before)
         started, size, tokens, lost = time.monotonic(), None, 0, 0
         if pending:

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from kvq_tools.cli import interruption
+
 ERASED = "\x1b[K"  # clears a terminal's line from the cursor on
 PIPED_SECONDS = 5  # between lines about a long prompt if stderr is no terminal
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # why a file cannot grow
@@ -110,12 +112,18 @@ def warn(message: str) -> None:
 def print_json(kind: str, result: dict[str, Any]) -> None:
     """Print a result as one JSON object that names its format. docs/json.md describes the
     formats."""
+    text = json_object(kind, result)
+    interruption.promise_json(None)
+    print(text, flush=True)  # whoever starts `kvq serve` waits for this at the end of a pipe
+
+
+def json_object(kind: str, result: dict[str, Any]) -> str:
+    """Return the text of such an object."""
     named = {"format": f"kvq.{kind}", "version": JSON_VERSION}
     text = json.dumps(named | result, indent=2, ensure_ascii=False, allow_nan=False)
-    text = _UNPRINTABLE.sub(
+    return _UNPRINTABLE.sub(
         lambda match: f"\\u{ord(match[0]):04x}", text
     )  # json itself escapes those below 32
-    print(text, flush=True)  # whoever starts `kvq serve` waits for this at the end of a pipe
 
 
 def format_bytes(size: int) -> str:

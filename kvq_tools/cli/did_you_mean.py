@@ -11,7 +11,7 @@ _UNKNOWN = re.compile(r"unknown [\w ]*'(?P<name>[^']*)'[^;]*; \w+: (?P<known>.*)
 
 def hint(name: str, known: Iterable[str]) -> str:
     """Return " Did you mean NAME?" with the nearest known name, or "" if none is near."""
-    near = difflib.get_close_matches(name, list(known), n=1)
+    near = difflib.get_close_matches(name.lower(), list(known), n=1)
     return f" Did you mean {near[0]}?" if near else ""
 
 

@@ -122,10 +122,16 @@ def warn_if_exact(
 
 
 def output_file(path: str, option: str = "--out") -> Path:
-    """Check before any work that a file can be written: its directory exists, and it is none."""
+    """Check before any work that a file can be written: it is no directory, device or pipe, and its
+    own directory exists and can be written."""
     out = Path(path)
     if out.is_dir() or not out.absolute().parent.is_dir():
         raise UserError(f"{option} {path!r} must be a file in a directory that exists")
+    if out.exists() and not out.is_file():
+        raise UserError(
+            f"{option} {path!r} is a device or a pipe, which keeps nothing; name a file"
+        )
+    _check_writable(out.resolve().parent, f"{option} {path!r}")
     return out
 
 
@@ -138,11 +144,18 @@ def output_directory(path: str, *, empty: bool = False) -> Path:
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {path!r} is a file; name a directory")
     above = next(folder for folder in (out.absolute(), *out.absolute().parents) if folder.exists())
+    _check_writable(above, f"--out {path!r}")
+    return out
+
+
+def _check_writable(folder: Path, what: str) -> None:
     try:
-        with tempfile.TemporaryFile(dir=above):
-            return out
+        with tempfile.TemporaryFile(dir=folder):
+            pass
     except OSError as error:
-        raise UserError(f"--out {path!r} cannot be written: {error}") from error
+        raise UserError(
+            f"{what} cannot be written: {error.strerror}; name another directory"
+        ) from error
 
 
 def warn_beyond(tokens: int, config: LlamaConfig, name: str = "") -> None:

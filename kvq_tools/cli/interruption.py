@@ -27,12 +27,14 @@ RESTORED = "\r\x1b[K\x1b[?25h"  # clears a spinner's line and shows the cursor a
 
 
 class _Presses:
-    """The state of Ctrl-C. `advice` follows "interrupted" in the last line."""
+    """The state of Ctrl-C. `advice` follows "interrupted" in the last line. `as_json` makes that
+    line the object for stdout, as long as stdout waits for one."""
 
     def __init__(self) -> None:
         self.pressed = False
         self.begun = False
         self.advice = ""
+        self.as_json: Callable[[str], str] | None = None
         self.spared = 0
         self.caught = -1.0
         self._changed = threading.Condition()
@@ -71,6 +73,11 @@ def begin() -> None:
     """Mark the start of the command. Before it modules are imported, nothing can be lost, and a
     press ends the process at once."""
     _presses.begun = True
+
+
+def promise_json(as_json: Callable[[str], str] | None) -> None:
+    """Say how an interruption becomes the one object of --json, or that it is printed (None)."""
+    _presses.as_json = as_json
 
 
 def done() -> None:
@@ -156,7 +163,10 @@ def _leave_when_stuck(reading: int) -> None:
 
 def _say_and_end() -> NoReturn:
     """End the process now. stdout is not flushed: the main thread may hold its lock in a write that
-    waits for the reader of a pipe."""
+    waits for the reader of a pipe. An object that --json promised has room in an empty pipe."""
     shown = RESTORED if os.isatty(2) else ""
     os.write(2, f"{shown}{line(_presses.advice)}\n".encode())
+    if _presses.as_json is not None:
+        with contextlib.suppress(OSError):
+            os.write(1, f"{_presses.as_json(line(_presses.advice))}\n".encode())
     os._exit(STATUS)

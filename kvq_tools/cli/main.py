@@ -31,6 +31,7 @@ from kvq_tools.cli.console import (
     UnwritableError,
     UserError,
     input_errors,
+    json_object,
     print_json,
     printable,
 )
@@ -256,6 +257,7 @@ def _run(arguments: Sequence[str]) -> int:
     os.environ.setdefault(
         "TRANSFORMERS_NO_ADVISORY_WARNINGS", "1"
     )  # otherwise transformers announces on import that it found no torch
+    interruption.promise_json(_interruption_as_json if "--json" in arguments else None)
     try:
         options = _parsed(arguments)
         if arguments[0] == "chat" or getattr(options, "chat", False):
@@ -291,3 +293,8 @@ def _run(arguments: Sequence[str]) -> int:
         print(line, file=sys.stderr)
         return _exit_code(arguments, line.removeprefix("kvq: "), interruption.STATUS)
     return 0
+
+
+def _interruption_as_json(line: str) -> str:
+    found = {"error": line.removeprefix("kvq: "), "status": interruption.STATUS}
+    return json_object("error", found)

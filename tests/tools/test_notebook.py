@@ -3,6 +3,7 @@ when it was written."""
 
 import json
 import pathlib
+import re
 
 import pytest
 
@@ -40,6 +41,16 @@ def test_it_is_a_notebook_of_nbformat_4():
             {"execution_count", "outputs"} if cell["cell_type"] == "code" else set()
         )
         assert set(cell) == wanted, cell["id"]
+
+
+def test_links_lead_to_a_page_and_a_heading_of_it():
+    text = "".join("".join(cell["source"]) for cell in read()["cells"])
+    links = re.findall(r"\]\(([^)#:]+)#?([^)]*)\)", text)
+    assert links
+    for name, anchor in links:
+        page = (FILE.parent / name).read_text(encoding="utf-8")
+        headings = re.findall(r"^#+ (.*)", page, re.MULTILINE)
+        assert not anchor or anchor in {h.lower().replace(" ", "-") for h in headings}, name
 
 
 def test_a_cell_that_fails_fails_the_run(tmp_path):

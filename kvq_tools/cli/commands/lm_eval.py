@@ -16,7 +16,12 @@ def run(options: argparse.Namespace) -> None:
     except ImportError as error:
         raise UserError(error) from error
     sys.argv = ["kvq lm-eval", *with_model(options.arguments)]
-    lm_eval_model.cli_evaluate()
+    try:
+        lm_eval_model.cli_evaluate()
+    except ValueError as error:
+        if not str(error).startswith("Tasks not found"):
+            raise
+        raise UserError(f"{error}; `kvq lm-eval ls tasks` lists all") from error
 
 
 def with_model(arguments: list[str]) -> list[str]:

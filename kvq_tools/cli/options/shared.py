@@ -12,7 +12,8 @@ DTYPES = ("float32", "bfloat16")
 
 MODEL_HELP = (
     "a local Hugging Face directory, a GGUF file, a Hub id (organisation/name), 'embedded' for the"
-    " small model that ships with kvq, or 'smollm2' after `kvq fetch smollm2`"
+    " small model that ships with kvq, or a name that `kvq fetch` lists, such as 'smollm2', once it"
+    " is fetched"
 )
 
 CACHE_GRAMMAR = """\

@@ -51,7 +51,7 @@ def byte_size(text: str) -> int:
     """Parse a size such as 24GiB, 500MB or 1000000. KB, MB, GB and TB are powers of 1000; KiB, MiB,
     GiB and TiB are powers of 1024."""
     match = _SIZE.fullmatch(text.strip())
-    if not match:
+    if not match or not (match[2] or match[1].isdigit()):  # 2.5 of what?
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a size; write 24GiB, 500MB or a number of bytes"
         )

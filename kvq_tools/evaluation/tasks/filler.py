@@ -16,7 +16,8 @@ class NoRoomError(ValueError):
 
     def __init__(self, tokens: int, budget: int):
         super().__init__(
-            f"a prompt without filler has {tokens} tokens already, and {budget} are left for it"
+            f"a prompt without filler has {tokens} tokens already, and {max(budget, 0)} are left"
+            " for it"
         )
         self.lacking = tokens - budget
 

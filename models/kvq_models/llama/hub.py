@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Literal
 from kvq_models.llama.hf_directory import CONFIG_FILES
 from kvq_models.llama.hf_tokenizer import TOKENIZER_EXTRAS, TOKENIZER_FILES
 from kvq_models.llama.stored_tensor import CheckpointError, first_line
+from kvq_models.named_models.names import NAMES
 
 WEIGHT_FILES = ("*.safetensors", "model.safetensors.index.json")
 
@@ -26,7 +28,11 @@ def local_directory(path_or_hub_id: str | os.PathLike[str], part: Part) -> Path:
     if path.is_dir():
         return path
     if not isinstance(path_or_hub_id, str) or not _HUB_ID.fullmatch(path_or_hub_id):
-        raise CheckpointError(f"{str(path)!r} does not exist, and is no Hub id (organisation/name)")
+        near = difflib.get_close_matches(str(path).lower(), NAMES, n=1)
+        meant = f". Did you mean {near[0]}?" if near else ""
+        raise CheckpointError(
+            f"{str(path)!r} does not exist, and is no Hub id (organisation/name){meant}"
+        )
     from huggingface_hub import snapshot_download  # imported late: only Hub ids need it
     from huggingface_hub.errors import LocalEntryNotFoundError
 

@@ -29,7 +29,7 @@ def open_checkpoint(path_or_hub_id: str | os.PathLike[str], part: Part = "all") 
     """
     path_or_hub_id = located(path_or_hub_id)
     path = Path(path_or_hub_id)
-    if path.is_file():
+    if path.exists() and not path.is_dir():
         if path.suffix.lower() != ".gguf":
             raise CheckpointError(
                 f"{str(path)!r} is not a directory with config.json and safetensors, nor a .gguf"

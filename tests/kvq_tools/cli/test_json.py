@@ -5,6 +5,9 @@ The fixture `run_json` compares every object that it reads with the page.
 """
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -50,6 +53,41 @@ def test_an_interruption_is_an_object_too(run, monkeypatch):
     code, out, err = run("methods", "--json")
     assert (code, json.loads(out)["error"]) == (130, "interrupted: the same command goes on")
     assert err == "kvq: interrupted: the same command goes on\n"
+
+
+STUCK = """
+import signal, threading, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
+from kvq_tools.cli import interruption
+from kvq_tools.cli.commands import methods
+from kvq_tools.cli.process import run
+
+def stuck(_):  # as in XLA's compiler: the main thread does not see the press
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+    while True:
+        try:
+            time.sleep(60)
+        except KeyboardInterrupt:
+            pass
+
+methods.run = stuck
+run()
+"""
+
+
+@pytest.mark.parametrize("json_", [True, False])
+def test_an_interruption_that_the_main_thread_does_not_see_is_an_object_too(json_):
+    options = ["methods", *(["--json"] if json_ else [])]
+    process = subprocess.run(
+        [sys.executable, "-c", STUCK, *options],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": ":".join(sys.path)},
+        timeout=120,
+    )
+    assert (process.returncode, process.stderr) == (130, "kvq: interrupted\n")
+    expected = {"format": "kvq.error", "version": 1, "error": "interrupted", "status": 130}
+    assert process.stdout == (f"{json.dumps(expected, indent=2)}\n" if json_ else "")
 
 
 def test_control_characters_in_an_object_are_escapes(capsys):

@@ -37,6 +37,18 @@ def test_the_command_line_is_passed_on_with_a_model(arguments, passed, model, ru
     assert seen == [["kvq lm-eval", *passed]]
 
 
+def test_an_unknown_task_is_one_line(model, run, monkeypatch):
+    def refuse() -> None:  # as lm-eval does
+        raise ValueError("Tasks not found: no_such_task")
+
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(model, "cli_evaluate", refuse)
+    assert_one_line_error(
+        run("lm-eval", "run", "--tasks", "no_such_task"),
+        "Tasks not found: no_such_task; `kvq lm-eval ls tasks` lists all",
+    )
+
+
 @pytest.mark.usefixtures("model")
 def test_lm_eval_knows_the_model():
     from lm_eval.api.registry import get_model

@@ -1,8 +1,11 @@
 """One table over all commands: what a user gets wrong is one line and exit code 2, found before
 weights are read."""
 
+import errno
+import os
 import pathlib
 import shlex
+import tempfile
 
 import pytest
 
@@ -38,6 +41,13 @@ REFUSED = [
     ("generate {model} --prompt a --seed 99999999999999999999999999", "argument --seed: '9999"),
     ("generate {model} --cahce=kivi", "has no option --cahce. Did you mean --cache?"),
     ("memory {model} --cache kivy", "Did you mean kivi?"),
+    ("memory {model} --cache KIVI", "Did you mean kivi?"),
+    ("memory SmolLM --cache kivi", "is no Hub id (organisation/name). Did you mean smollm2?"),
+    ("memory embeded --cache kivi", "Did you mean embedded?"),
+    ("memory {tmp}/pipe --cache kivi", "is not a directory with config.json and safetensors"),
+    ("memory {model} --cache dense --budget 2.5", "'2.5' is not a size; write 24GiB"),
+    ("plan {model} --budget 2.5", "'2.5' is not a budget; write 2.5bits, 600MiB"),
+    ("passkey {model} --lengths 5", "tokens already, and 0 are left for it"),
     ("memory {model} --cache kivi:grup_size=16", "Did you mean group_size?"),
     ("memory {model} --cache dense --budget lots", "24GiB"),
     ("eval {model} --text {text} --cache int4 --chunk 8", "--chunk is for --mode chunked"),
@@ -99,6 +109,10 @@ REFUSED = [
     ("passkey {model} --data {tmp}/row --answers {tmp}/none/f", "in a directory that exists"),
     ("plan {model} --budget 2bits --out {tmp}/none/f", "a file in a directory that exists"),
     ("prefill {model} --prompt a --out {tmp}/none/f", "a file in a directory that exists"),
+    ("generate {model} --prompts {tmp}/row --out {tmp}/none/f", "a file in a directory that"),
+    ("prefill {model} --prompt a --out {tmp}/pipe", "is a device or a pipe, which keeps nothing"),
+    ("generate {model} --prompts {tmp}/row --out {tmp}/pipe", "is a device or a pipe"),
+    ("plan {model} --budget 2bits --picture {tmp}/pipe", "is a device or a pipe"),
 ]
 
 
@@ -117,6 +131,7 @@ def test_bad_input_is_one_line_and_found_before_weights_are_read(
 
     monkeypatch.setattr(checkpoint, "load_weights", stop)
     monkeypatch.setenv("KVQ_CACHE", str(tmp_path / "cache"))
+    os.mkfifo(tmp_path / "pipe")
     (tmp_path / "empty").write_text("")
     (tmp_path / "text").write_text("the key of the cat " * 99)
     (tmp_path / "prompts").write_text('"a"\n""\n')
@@ -126,3 +141,25 @@ def test_bad_input_is_one_line_and_found_before_weights_are_read(
     before = sorted(tmp_path.iterdir())
     assert_one_line_error(run(*words), message)
     assert sorted(tmp_path.iterdir()) == before, "something was written"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "prefill {model} --prompt a --out {tmp}/f",
+        "plan {model} --budget 2bits --out {tmp}/f",
+        "generate {model} --prompts {tmp}/none --out {tmp}/f",
+        "quantize-weights {model} --bits 3 --out {tmp}/f",
+    ],
+)
+def test_a_directory_that_cannot_be_written_is_found_before_any_work(
+    command: str, model: pathlib.Path, tmp_path: pathlib.Path, run, monkeypatch
+):
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "/tmp/tmpabc")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    words = shlex.split(command.format(model=model, tmp=tmp_path))
+    assert_one_line_error(
+        run(*words), "f' cannot be written: Permission denied; name another directory"
+    )
