@@ -3,6 +3,8 @@
 import dataclasses
 import math
 import types
+from collections import Counter
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +15,7 @@ from benchmarks import llama_8b
 from benchmarks.protocol import __main__ as protocol
 from benchmarks.protocol import bench
 from benchmarks.protocol.caches import CACHES
+from benchmarks.protocol.plan import planned
 from benchmarks.protocol.report import ProtocolReport
 from benchmarks.report_file import RESULTS
 from kvq_jax.cache.dims import dims_of
@@ -23,6 +26,7 @@ from kvq_tools.evaluation.intervals import kl_interval, t_quantile
 from kvq_tools.evaluation.protocol import (
     BLOCKS,
     MOST_EXACT,
+    READINGS,
     RECENT,
     SINK,
     Measured,
@@ -34,6 +38,7 @@ from kvq_tools.evaluation.protocol import (
 )
 
 COMMITTED = RESULTS / "protocol_embedded.json"
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("cache", CACHES)
@@ -139,3 +144,20 @@ def test_the_file_keeps_what_another_processor_measured(tmp_path, monkeypatch, p
     assert equal
     assert line.startswith(f"{chosen.spec} at"), "only this cache was asked for"
     assert ProtocolReport.read(file).elsewhere == (again,) * kept
+
+
+def test_the_page_has_the_rows_of_a_run():
+    lines = (ROOT / "docs/evaluation.md").read_text(encoding="utf-8").splitlines()
+    below = lines[lines.index("| context | after a prompt | decoded | rows |") + 2 :]
+    cells = [line.strip("| ").split(" | ") for line in below[: below.index("")]]
+    for context, *_, said in cells:
+        plan = types.SimpleNamespace(
+            contexts=(int(context),),
+            readings=READINGS,
+            caches=None,
+            config=types.SimpleNamespace(positions=int(context) + 512),
+            sizes=lambda context: Sizes(context),
+        )
+        counts = Counter(row.reading for row in planned(plan))
+        assert said == f"{counts['prompt']} + {counts['decoded']}", context
+    assert len(cells) == 3
