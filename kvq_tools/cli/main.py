@@ -296,5 +296,5 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def _interruption_as_json(line: str) -> str:
-    found = {"error": line.removeprefix("kvq: "), "status": interruption.STATUS}
-    return json_object("error", found)
+    result = {"error": line.removeprefix("kvq: "), "status": interruption.STATUS}
+    return json_object("error", result)

@@ -11,10 +11,10 @@ SAMPLES, LENGTH = 16, 2048  # as in KVQuant
 DESCRIPTION = f"""\
 Fits the parameters that some caches need besides the weights (levels, ranges
 and thresholds) to the keys and values that a model computes on a text, weighted
-by how much its loss depends on them. Give the file to every command that runs the
-cache: --calibration F.safetensors. It belongs to one model and to the options
-of the method. You may change windows and skip_layers afterwards, but not
-subtract_bias. A text like those that the model will read works best.
+by how much its loss depends on them. Give the file to every command that runs
+the cache: --calibration F.safetensors. It belongs to one model and to the
+options of the method. You may change windows and skip_layers afterwards, but
+not subtract_bias. A text like those that the model will read works best.
 
 The model runs forward and backward over {SAMPLES} random samples of the text and
 records keys, values, their gradients and moments of queries in a work
