@@ -159,9 +159,9 @@ def page(report: WeightsReport, file: pathlib.Path) -> str:
     lines = [
         *head(report, file, f"{report.cores} cores; weights: {sizes}."),
         f"CPU time of the process, the least of all calls; cache {report.cache}. `products` are all"
-        " matrices of a step with this number of rows, `step` decodes a token of each sequence"
-        " after 128 tokens, `prompt` reads the tokens of a prompt, `load` opens no file, but reads"
-        " and places all weights. Dense weights are fp32 and multiplied by XLA.",
+        " matrices of a step with that many rows, `step` decodes a token of that many sequences"
+        " after 128 tokens, `prompt` reads that many tokens, `load` opens no file, but reads and"
+        " places all weights. Dense weights are fp32 and multiplied by XLA.",
     ]
     pairs: dict[tuple[str, int], dict[str, WeightsRow]] = {}
     for row in report.rows:
