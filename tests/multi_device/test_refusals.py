@@ -12,7 +12,7 @@ from tests.multi_device.tiny_model import TOKENS, cache_of, model
 
 def test_the_rule_splits_heads_first_and_tokens_for_the_rest():
     def chosen(spec: str, devices: int, heads: int = 8) -> str:
-        dims = kvq.CacheDims(2, 16, heads, 32, 256)
+        dims = kvq.CacheDims(2, 2 * heads, heads, 32, 256)
         return str(choose(kvq.cache.layout(spec, dims, 1, 4096).plans, devices))
 
     assert chosen("kivi", 8) == "heads=8"
