@@ -41,7 +41,7 @@ from kvq_jax.types.array_types import (
     Tree,
     ValidBT,
 )
-from kvq_jax.types.integers import int32, positive
+from kvq_jax.types.integers import check_between, int32, positive
 
 
 def check_parameters(spec: str, layer: int, plan: LayerPlan, params: Tree, taker: str) -> None:
@@ -141,6 +141,7 @@ def new_tokens(
             real = mesh.taken(jnp.asarray(int32("lengths", lengths)))
             if real.shape != (batch,):
                 raise ValueError(f"lengths must be [{batch}], got shape {real.shape}")
+            check_between("lengths", lengths, 0, tokens)
             valid &= new < real[:, None]
         positions, valid = mesh.everywhere((positions, valid))
     return mesh.handed(positions), mesh.handed(valid)

@@ -100,8 +100,8 @@ def begin(
         implementation: static. "xla", "pallas" or "native". None uses kernels if they can run.
 
     Raises:
-        ValueError: in one line, if the cache was consumed, the lengths do not fit the batch,
-            or parameters that the cache's method needs are missing.
+        ValueError: in one line, if the cache was consumed, the lengths do not fit the batch or
+            the tokens, or parameters that the cache's method needs are missing.
     """
     check_held(cache)
     by_layer = parameters_by_layer(cache, parameters)

@@ -29,6 +29,7 @@ from jaxtyping import Array, Int, UInt32
 from kvq_jax.cache.cache import Cache, axes, check_held
 from kvq_jax.layer.regions import Regions
 from kvq_jax.types.array_types import ArraySpec
+from kvq_jax.types.integers import check_between
 
 WITHOUT_TOKENS = ("stats", "intact", "floor")  # fields of LayerState
 FACTOR = 2654435761  # Knuth's, so that neighbouring words have unlike factors
@@ -72,13 +73,16 @@ def seal(cache: Cache, layers: Sequence[int] | None = None, row: int | None = No
     """Return the sums of these layers of a cache on one device, by default of all, or those of one
     sequence alone. They take time for the tokens that there are, and not for the capacity.
 
-    Raises NotImplementedError for a cache on a mesh, ValueError if the cache was consumed.
+    Raises NotImplementedError for a cache on a mesh, ValueError if the cache was consumed or has no
+    such layer or row.
     """
     check_held(cache)
     if cache.placement is not None:
         raise NotImplementedError("caches on a mesh cannot be verified; leave out placement")
     lengths = np.array(cache.lengths)
     chosen = range(len(cache.layers)) if layers is None else layers
+    check_between("layers", chosen, 0, len(cache.layers) - 1)
+    check_between("row", 0 if row is None else row, 0, cache.batch - 1)
     of_rows = lengths if row is None else lengths[row, None]
     # all layers are dispatched before the first is waited for
     sums = {layer: _sums_of_layer(cache, layer, int(of_rows.max()), row) for layer in chosen}

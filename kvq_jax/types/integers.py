@@ -55,6 +55,17 @@ def positive(name: str, value: Any) -> int:
     return number
 
 
+def check_between(name: str, values: Integers, least: int, most: int) -> None:
+    """Raise ValueError, in one line that calls them `name`, if values are outside of [least, most].
+    Traced values are not checked."""
+    if isinstance(values, Tracer):
+        return
+    host = np.asarray(values)
+    outside = (host < least) | (host > most)
+    if outside.any():
+        raise ValueError(f"{name} must be between {least} and {most}, got {host[outside].flat[0]}")
+
+
 def _array(name: str, values: Integers) -> np.ndarray:
     try:
         return np.asarray(values)

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvq_jax as kvq
-from kvq_jax.cache.cache import Cache
+from kvq_jax.cache.cache import Cache, dims_of
 from kvq_jax.cache.row_operations import check_windows
+from kvq_models.inference.checked_input import other_dims
 from kvq_models.inference.method_parameters import parameters_for
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama
@@ -62,13 +63,8 @@ def described(path: str, config: LlamaConfig) -> SavedPrompt:
     if it belongs to a model with other dimensions."""
     with input_errors():
         layout, beside = kvq.files.saved_layout(path), kvq.files.load_beside(path)
-        if (
-            kvq.cache.layout(layout.spec, config, 1, layout.capacity, layout.dtype).dims
-            != layout.dims
-        ):
-            raise UserError(
-                f"{path!r} holds the cache of a model of other dimensions: {layout.dims}"
-            )
+        if different := other_dims(layout.dims, dims_of(config)):
+            raise UserError(f"{path!r} holds the cache of another model: it has {different}")
     tokens, logits = beside.get("tokens"), beside.get("logits")
     if tokens is None or logits is None or layout.batch != 1:
         raise UserError(

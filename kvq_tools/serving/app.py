@@ -57,6 +57,7 @@ def create_app(
     app.include_router(guarded)
     _add_pages(app, service)
     _handle_errors(app)
+    app.add_middleware(_Failing)
     app.add_middleware(guard.Guard, hosts=hosts, origins=origins)
     if origins:
         app.add_middleware(
@@ -107,7 +108,7 @@ def _add_models(routes: APIRouter, service: Service) -> None:
         return JSONResponse(model())
 
     @routes.api_route("/metrics", methods=READ)
-    async def metrics() -> Response:
+    def metrics() -> Response:  # in a thread: it lists the prefixes on disk
         return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
 
@@ -184,6 +185,30 @@ class _Counted:
         await self._app(scope, receive, counted if scope["type"] == "http" else send)
 
 
+class _Failing:
+    """Answer a request on which the code of a route fails, where the response is still counted and
+    pages of other origins may read it: Starlette's own handler is outside of every middleware. The
+    exception goes on to the log."""
+
+    def __init__(self, app: Any):
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        begun = False
+
+        async def watched(message: Any) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        except Exception:
+            if scope["type"] == "http" and not begun:
+                await ErrorResponse(errors.bug())(scope, receive, send)
+            raise
+
+
 def _handle_errors(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> JSONResponse:
@@ -213,14 +238,6 @@ def _handle_errors(app: FastAPI) -> None:
     @app.exception_handler(ClientDisconnect)
     async def left(request: Request, error: ClientDisconnect) -> Response:
         return Response(status_code=CLIENT_GONE)
-
-    @app.exception_handler(Exception)
-    async def bug(request: Request, error: Exception) -> JSONResponse:
-        return ErrorResponse(
-            ApiError(
-                500, "The server had an error while processing your request.", kind="server_error"
-            )
-        )
 
 
 async def _json(request: Request, service: Service) -> Any:

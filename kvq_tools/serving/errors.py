@@ -143,6 +143,12 @@ def not_json(kind: str) -> ApiError:
     return ApiError(415, message, code="unsupported_media_type")
 
 
+def bug() -> ApiError:
+    return ApiError(
+        500, "The server had an error while processing your request.", kind="server_error"
+    )
+
+
 def busy(what: str) -> ApiError:
     message = f"The server is busy: {what}. Please try again later."
     return ApiError(429, message, kind="rate_limit_error", code="rate_limit_exceeded")

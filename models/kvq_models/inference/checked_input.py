@@ -10,9 +10,9 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Int
 
-from kvq_jax.cache.cache import Cache, check_held, dims_of
+from kvq_jax.cache.cache import Cache, CacheDims, check_held, dims_of
 from kvq_jax.types.array_types import Integers
-from kvq_jax.types.integers import int32
+from kvq_jax.types.integers import check_between, int32
 from kvq_models.inference.method_parameters import parameters_for
 from kvq_models.inference.padding import padded
 from kvq_models.llama.model import Llama
@@ -49,8 +49,7 @@ def checked_tokens(
     if any(isinstance(a, Tracer) for a in (tokens, lengths, cache.lengths)):
         return jnp.asarray(tokens), jnp.asarray(lengths)
     ids, new, cached = (np.asarray(a) for a in (tokens, lengths, cache.lengths))
-    if new.min() < 0 or new.max() > ids.shape[1]:
-        raise ValueError(f"lengths must be between 0 and {ids.shape[1]}, got {new.tolist()}")
+    check_between("lengths", new, 0, ids.shape[1])
     real = np.arange(ids.shape[1]) < new[:, None]
     outside = real & ((ids < 0) | (ids >= llama.config.vocab_size))
     if outside.any():
@@ -80,15 +79,20 @@ def checked_tokens(
 def check_dims(llama: Llama, cache: Cache) -> None:
     """Raise ValueError, in one line, if the cache was made for other dimensions. Only static values
     are compared."""
-    model_dims, cache_dims = dims_of(llama.config), cache.dims
-    names = [field.name for field in dataclasses.fields(model_dims)]
-    different = [
-        f"{n}={getattr(cache_dims, n)} and not {getattr(model_dims, n)}"
-        for n in names
-        if getattr(cache_dims, n) != getattr(model_dims, n)
-    ]
-    if different:
-        raise ValueError(f"the cache was made for another model: it has {', '.join(different)}")
+    if different := other_dims(cache.dims, dims_of(llama.config)):
+        raise ValueError(f"the cache was made for another model: it has {different}")
+
+
+def other_dims(of_cache: CacheDims, of_model: CacheDims) -> str:
+    """Return the dimensions in which a cache is not the model's, such as "head_dim=64 and not 128,
+    hidden_size=576 and not 2048", or ""."""
+    names = [field.name for field in dataclasses.fields(of_model)]
+    pairs = [(name, getattr(of_cache, name), getattr(of_model, name)) for name in names]
+    return ", ".join(
+        f"another {name}" if isinstance(one, tuple) else f"{name}={one} and not {other}"
+        for name, one, other in pairs
+        if one != other
+    )
 
 
 def check_mesh(llama: Llama, cache: Cache) -> None:

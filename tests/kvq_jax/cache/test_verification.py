@@ -2,6 +2,7 @@
 taken for damage."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -121,3 +122,16 @@ def test_caches_on_a_mesh_are_refused():
     placement = kvq.Placement(jax.sharding.AbstractMesh((1,), ("heads",)), heads="heads")
     with pytest.raises(NotImplementedError, match="on a mesh cannot be verified"):
         kvq.files.seal(dataclasses.replace(cache, placement=placement))
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ({"layers": [0, 2]}, "layers must be between 0 and 1, got 2"),
+        ({"layers": [-1]}, "layers must be between 0 and 1, got -1"),
+        ({"row": 8}, "row must be between 0 and 7, got 8"),
+    ],
+)
+def test_layers_and_rows_that_are_not_there_are_refused(what: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        kvq.files.seal(filled("kivi:sink=0,recent=12,block=16", LENGTHS), **what)

@@ -202,6 +202,16 @@ def test_two_processes_do_not_fetch_the_same_model_at_once(server):
     assert fetched(server)
 
 
+def test_a_folder_that_cannot_be_written_is_named_before_anything_is_asked(
+    server, tmp_path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("KVQ_CACHE", str(tmp_path / "file" / "models"))
+    with pytest.raises(FetchError, match=r"models' cannot be written .*KVQ_CACHE"):
+        fetched(server)
+    assert server.asked == []
+
+
 # --- which index
 
 

@@ -88,7 +88,10 @@ def test_what_does_not_fit_the_file_is_one_line(
 def test_another_model_or_a_damaged_file_is_one_line(
     run, model: pathlib.Path, handed: pathlib.Path, tmp_path: pathlib.Path
 ):
-    for layers, message in ((1, "another model_fingerprint"), (2, "a model of other dimensions")):
+    for layers, message in (
+        (1, "another model_fingerprint"),
+        (2, "another model: it has num_hidden_layers=1 and not 2"),
+    ):
         config = tiny_config(vocab_size=300, num_hidden_layers=layers, max_position_embeddings=256)
         save_llama(random_llama(config, seed=7), tmp_path / message)
         assert_one_line_error(

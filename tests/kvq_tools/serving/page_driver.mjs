@@ -28,7 +28,8 @@ for (const [mode, text] of key ? [["chat", "Name a river."], ["chat", "And anoth
   elements.ask.handlers.submit({preventDefault: () => {}});
   await until(() => elements.stop.disabled);
 }
-await until(() => !key || elements.new?.textContent);
+const seen = () => (elements.curve?.attributes.points ?? "").split(" ").some(point => Number(point.split(",")[1]) < 19);
+await until(() => !key || seen());  // the page looks once a second
 const log = (elements.log?.children ?? []).map(turn => [turn.className, turn.textContent, ...turn.children.map(note => note.textContent)]);
 const told = Object.fromEntries(Object.entries(elements).map(([id, element]) => [id, element.textContent]));
 console.log(JSON.stringify({log, told, slots: elements.slots?.attributes["aria-label"], curve: elements.curve?.attributes.points}));

@@ -128,6 +128,26 @@ def guarded(server: Running) -> Iterator[Running]:
         yield other
 
 
+def test_an_error_of_the_server_is_counted_and_told_to_pages_that_may_use_it(
+    guarded: Running, monkeypatch: pytest.MonkeyPatch
+):
+    def broken(*_: object) -> None:
+        raise KeyError("a secret of the server")
+
+    monkeypatch.setattr(guarded.service.prompts, "of_text", broken)
+    friend = {"origin": "https://friend.example.com"}
+    body = json.dumps({"model": NAME, "prompt": "Hi"}).encode()
+    status, headers, answer = guarded.raw("POST", "/v1/completions", body, friend)
+    assert status == 500
+    assert json.loads(answer)["error"]["type"] == "server_error"
+    assert b"secret" not in answer
+    assert headers["access-control-allow-origin"] == friend["origin"]
+    counted = 'kvq_responses_total{path="/v1/completions",status="500"} 1.0'
+    assert counted in guarded.raw("GET", "/metrics")[2].decode()
+    monkeypatch.undo()
+    assert guarded.raw("POST", "/v1/completions", body, friend)[0] == 200
+
+
 def test_connections_without_headers_are_closed(guarded: Running):
     half = b"GET /health HTTP/1.1\r\nhost: localhost\r\n"
     with connect(guarded) as silent, connect(guarded, half) as slow:

@@ -91,7 +91,7 @@ class Compiler:
 
     @property
     def busy(self) -> bool:
-        return not all(future.done() for future in self.programs.values())
+        return not all(future.done() for future in list(self.programs.values()))
 
     def start(self, kinds: Iterable[Kind]) -> None:
         """Compile those that were not asked for before, in their order."""
@@ -117,6 +117,13 @@ class Compiler:
         for future in done:
             future.result()
         return len(done) == len(futures)
+
+    def forget_failed(self) -> None:
+        """Let programs whose compilation has failed be compiled again when they are asked for: the
+        memory that was missing may be there then."""
+        for kind, future in list(self.programs.items()):
+            if future.done() and future.exception() is not None:
+                del self.programs[kind]
 
     def wait(self, seconds: float | None = None) -> None:
         """Wait until one more program is compiled, or until the time is over."""

@@ -37,7 +37,7 @@ from kvq_models.inference.engine.compiling import Compiler, compile_at_once
 from kvq_models.inference.engine.limits import QUEUE_LIMIT
 from kvq_models.inference.engine.prefix_rows import PrefixRows
 from kvq_models.inference.engine.prefixes import PrefixStore
-from kvq_models.inference.engine.reading import chunk_of, read_chunk
+from kvq_models.inference.engine.reading import chunk_of, kinds_of, read_chunk
 from kvq_models.inference.engine.requests import (
     Ended,
     Event,
@@ -311,20 +311,20 @@ class Engine:
         """Return the first request in the queue whose programs are compiled."""
         if self._compiler is None:
             return self._queue[0] if self._queue else None
+        ready = list[Accepted]()
         for accepted in list(self._queue):
-            chunks = range(0, len(accepted.request.prompt), self.widths[-1])
-            widths = sorted({chunk_of(accepted, read, self.widths)[1] for read in chunks})
-            kinds = [(width, accepted.request.prompt_logprobs) for width in widths]
             try:
+                kinds = kinds_of(accepted, self.widths)
                 if self._compiler.ready(kinds, first=accepted is self._queue[0]):
-                    return accepted
+                    ready.append(accepted)
             except Exception:
                 _log.exception("a program for a prompt cannot be compiled")
                 self._queue.remove(accepted)
                 self._end(accepted, "failed", events)
-        if self._queue and not any(self._slots):
+        self._compiler.forget_failed()
+        if self._queue and not ready and not any(self._slots):
             self._compiler.wait(COMPILING_SECONDS)
-        return None
+        return ready[0] if ready else None
 
     def _prefill(self, accepted: Accepted) -> jax.Array:
         """Read the next chunk of a prompt and return the logits [1, V] after it."""

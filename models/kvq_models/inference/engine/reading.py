@@ -11,6 +11,7 @@ from kvq_jax.attention.dispatch import Implementation
 from kvq_jax.cache.cache import Cache
 from kvq_models.inference.engine import programs
 from kvq_models.inference.engine.accepted import Accepted
+from kvq_models.inference.engine.compiling import Kind
 from kvq_models.inference.prompts import read_prompt
 from kvq_models.llama.model import Llama
 
@@ -20,6 +21,13 @@ def chunk_of(accepted: Accepted, read: int, widths: Sequence[int]) -> tuple[int,
     that reads them."""
     count = min(len(accepted.request.prompt) - read, widths[-1])
     return count, next(width for width in widths if width >= count)
+
+
+def kinds_of(accepted: Accepted, widths: Sequence[int]) -> list[Kind]:
+    """Return the programs that read the whole prompt."""
+    chunks = range(0, len(accepted.request.prompt), widths[-1])
+    needed = sorted({chunk_of(accepted, read, widths)[1] for read in chunks})
+    return [(width, accepted.request.prompt_logprobs) for width in needed]
 
 
 def read_chunk(

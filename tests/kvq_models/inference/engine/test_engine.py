@@ -276,6 +276,9 @@ def test_a_program_that_cannot_be_compiled_fails_its_request_alone(
     ends = {event.ticket: event.reason for event in drained(engine) if isinstance(event, Ended)}
     assert ends == {ticket: "failed", other: "length"}
     assert "no room for a program" in caplog.text
+    # the next request asks for the program again
+    again = answer(engine, Request(tuple(range(40)), 2))
+    assert [event[0] for event in again] == ["PromptRead", "Token", "Token", "Ended"]
 
 
 def test_the_queue_is_bounded(llama: Llama):
