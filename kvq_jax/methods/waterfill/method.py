@@ -50,6 +50,7 @@ class Waterfill(Method):
         " kvq calibrate)"
     )
     source: ClassVar[str] = "this project; reverse water-filling (Cover and Thomas, section 10.3.3)"
+    presets: ClassVar[Mapping[str, str]] = {"rotated": "key_basis=eigen,value_basis=rotation"}
 
     bits: float = option(
         2.5,
