@@ -129,7 +129,7 @@ def advance(
         first = best_token(now.logits)[:, None]
         known = _added(history, first, live(now)[:, None])
         asked = jnp.concatenate([first, look_up(known, drafts)], axis=1)  # [B, T]
-        most = 1 + jnp.minimum(until - now.lengths - 1, _until_ageing(now.cache))
+        most = 1 + jnp.minimum(until - now.lengths - 1, _room(now.cache))
         count = jnp.where(live(now), jnp.clip(most, 1, 1 + drafts), 0)
         step = begin(
             now.cache,
@@ -191,21 +191,19 @@ def _of_row(tokens: Int[Array, "W"], length: Int[Array, ""], drafts: int) -> Int
     return tokens[begins + jnp.arange(drafts, dtype=jnp.int32) % (length - begins)]
 
 
-def _until_ageing(cache: Cache) -> LengthsB:
-    """Return how many tokens each row can take after its next one before another block is
-    quantized."""
+def _room(cache: Cache) -> LengthsB:
+    """Return how many tokens each row can take after its next one, and give back: before another
+    block is quantized, and before a sliding window loses tokens that the next one sees."""
     after = cache.lengths + 1
-    rooms = [
-        plan.regions.body(after)
-        + plan.regions.sink
-        + plan.regions.recent
-        + plan.regions.block
-        - 1
-        - after
-        for plan in cache.plans
-        if plan.quantizes
-    ]
-    return functools.reduce(jnp.minimum, rooms, cache.capacity - after)
+    rooms = [cache.capacity - after]
+    for plan in cache.plans:
+        regions = plan.regions
+        if plan.quantizes:
+            exact = regions.sink + regions.recent + regions.block - 1
+            rooms.append(regions.body(after) + exact - after)
+        if regions.wraps:
+            rooms.append(jnp.full_like(after, regions.slack - 1))
+    return functools.reduce(jnp.minimum, rooms)
 
 
 def _added(history: History, tokens: Int[Array, "B T"], taken: Bool[Array, "B T"]) -> History:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import kvq_jax as kvq
+from kvq_jax.layer.regions import SLACK
 from kvq_models import Llama, generate, generate_drafted, prepare
 from kvq_models.inference import speculation
 from kvq_models.inference.generation import Generated
@@ -58,6 +59,23 @@ def test_drafts_give_the_greedy_tokens(spec: str):
     assert bool(drafted.finite.all())
 
 
+@pytest.mark.parametrize("spec", ["dense", AGEING])
+def test_more_drafts_than_a_sliding_window_gives_back_are_not_taken(spec: str):
+    config = tiny_config(num_hidden_layers=2, model_type="mistral", sliding_window=24)
+    llama, drafts = random_llama(config), 2 * SLACK
+    plain, drafted = (
+        generates(llama, kvq.init_cache(spec, config, 2, 256, "float32"), PROMPTS[:2])
+        for generates in (
+            functools.partial(generate, max_new_tokens=96),
+            functools.partial(generate_drafted, max_new_tokens=96, drafts=drafts),
+        )
+    )
+    assert all(plan.regions.wraps for plan in plain.cache.plans)
+    assert drafts > plain.cache.plans[0].regions.slack, "the control: they do not fit"
+    np.testing.assert_array_equal(drafted.tokens, plain.tokens)
+    assert bool(drafted.finite.all())
+
+
 def test_drafts_end_with_an_end_token():
     plain = np.asarray(generated(AGEING).tokens)
     end = int(plain[0, NEW // 2])
@@ -72,9 +90,7 @@ def test_drafts_end_with_an_end_token():
 
 def test_a_block_that_a_wrong_draft_aged_would_be_noticed(monkeypatch: pytest.MonkeyPatch):
     plain, traced = np.asarray(generated(AGEING).logprobs), speculation.advance.__wrapped__
-    monkeypatch.setattr(
-        speculation, "_until_ageing", lambda cache: cache.capacity - cache.lengths - 1
-    )
+    monkeypatch.setattr(speculation, "_room", lambda cache: cache.capacity - cache.lengths - 1)
     # traces it anew
     monkeypatch.setattr(
         speculation, "advance", jax.jit(lambda *given: traced(*given), static_argnums=5)
