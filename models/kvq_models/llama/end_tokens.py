@@ -18,6 +18,8 @@ WELL_KNOWN = frozenset(
         "<|endoftext|>",
         "<|im_end|>",
         "<|end|>",
+        "<|return|>",
+        "<|call|>",
         "<|end_of_turn|>",
         "<|eot|>",
         "<end_of_turn>",
@@ -30,6 +32,8 @@ WELL_KNOWN = frozenset(
         "<｜end▁of▁sentence｜>",
     }
 )
+# gpt-oss ends an answer or a call of a tool with these, and each message before that with <|end|>.
+_HARMONY, _MESSAGE_END = frozenset({"<|return|>", "<|call|>"}), "<|end|>"
 
 
 def end_tokens(stated: Iterable[int | None], special: Mapping[str, int]) -> tuple[int, ...]:
@@ -39,5 +43,6 @@ def end_tokens(stated: Iterable[int | None], special: Mapping[str, int]) -> tupl
         stated: ids from the files' fields; None for a field that is not there.
         special: ids of the vocabulary's special (control) tokens by their text.
     """
-    named = sorted(number for text, number in special.items() if text in WELL_KNOWN)
+    known = WELL_KNOWN - {_MESSAGE_END} if special.keys() >= _HARMONY else WELL_KNOWN
+    named = sorted(number for text, number in special.items() if text in known)
     return tuple(dict.fromkeys(i for i in (*stated, *named) if i is not None))

@@ -22,7 +22,7 @@ import numpy as np
 
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.rope_config import rotary_dim
-from kvq_models.llama.stored_tensor import StoredTensor
+from kvq_models.llama.stored_tensor import CheckpointError, StoredTensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,12 +112,16 @@ def apart(
     stored: Mapping[str, StoredTensor], pieces: Mapping[str, Slice]
 ) -> dict[str, StoredTensor]:
     """Return headers with the slices in place of the tensors that hold them. A tensor that is not
-    there has no slices."""
+    there has no slices. Raise CheckpointError for one without axes."""
     headers = dict(stored)
     for piece in pieces.values():
         headers.pop(piece.stored, None)
     for name, piece in pieces.items():
         if (tensor := stored.get(piece.stored)) is not None:
+            if not tensor.shape:
+                raise CheckpointError(
+                    f"tensor {piece.stored!r} is a single number, and {name!r} is a part of it"
+                )
             shape, named = piece.shape(tensor.shape), tensor.stored_as or piece.stored
             headers[name] = dataclasses.replace(tensor, shape=shape, stored_as=named)
     return headers

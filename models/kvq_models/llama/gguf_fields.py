@@ -42,13 +42,13 @@ READ = frozenset(
     }
 )
 
-# Read by gguf_families.py.
+# Read by gguf_families.py and gguf_rope.py.
 _PATTERN = ("attention.sliding_window_pattern", "rope.freq_base_swa")
 READ_BY = {
     "llama": frozenset({"expert_count", "expert_used_count"}),
     "qwen3moe": frozenset({"expert_count", "expert_used_count", "expert_feed_forward_length"}),
     "granite": frozenset({"attention.scale", "embedding_scale", "residual_scale", "logit_scale"}),
-    "olmo2": frozenset({"attention.sliding_window_pattern"}),
+    "olmo2": frozenset(_PATTERN),
     "gemma2": frozenset({"attn_logit_softcapping", "final_logit_softcapping", *_PATTERN}),
     "gemma3": frozenset({"attn_logit_softcapping", "final_logit_softcapping", *_PATTERN}),
     "gpt-oss": frozenset(

@@ -97,7 +97,7 @@ class GgufHeader:
         for _ in range(count):
             name, at = self._text(at)
             (rank,) = self._numbers("<I", at)
-            if rank > _MOST_DIMENSIONS:
+            if not 1 <= rank <= _MOST_DIMENSIONS:
                 raise CheckpointError(
                     f"{str(self.path)!r} holds tensor {name!r} of {rank} dimensions"
                 )

@@ -38,12 +38,11 @@ def ropes_of(
                 for name in (SHORT_FACTORS, LONG_FACTORS)
             )
             rope = dataclasses.replace(rope, short_factor=short, long_factor=long)
-    # as in llama.cpp: scaling is of full layers alone
-    local = {"gemma3": 1e4, "olmo2": rope.theta}.get(architecture)
-    if local is None:
-        return rope, None
-    theta = number(fields, f"{architecture}.rope.freq_base_swa", local)
-    return rope, RopeConfig(theta=theta)
+    default = 1e4 if architecture == "gemma3" else rope.theta
+    theta = number(fields, f"{architecture}.rope.freq_base_swa", default)
+    if architecture in ("gemma3", "olmo2"):  # as in llama.cpp: scaling is of full layers alone
+        return rope, RopeConfig(theta=theta)
+    return rope, None if theta == rope.theta else dataclasses.replace(rope, theta=theta)
 
 
 def rope_of(fields: Fields, architecture: str, longrope: bool) -> RopeConfig:
@@ -56,9 +55,10 @@ def rope_of(fields: Fields, architecture: str, longrope: bool) -> RopeConfig:
     theta = number(fields, f"{architecture}.rope.freq_base", 1e4)
     scaling = f"{architecture}.rope.scaling"
     kind = text(fields, f"{scaling}.type", "linear")
-    if kind not in ("none", "linear", "yarn"):
+    kinds = ("none", "linear", "yarn", *(("longrope",) if longrope else ()))
+    if kind not in kinds:
         raise NotImplementedError(
-            f"GGUF field {scaling}.type={kind!r} is not supported; supported: none, linear, yarn"
+            f"GGUF field {scaling}.type={kind!r} is not supported; supported: {', '.join(kinds)}"
         )
     older = number(fields, f"{architecture}.rope.scale_linear", 0)
     factor = number(fields, f"{scaling}.factor", older) or 1.0

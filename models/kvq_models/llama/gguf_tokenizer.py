@@ -49,8 +49,13 @@ ALIASES = {
 }
 _SPLITS = {name: name for name in PRE_TOKENIZERS}
 _SPLITS |= {alias: name for name, aliases in ALIASES.items() for alias in aliases}
+LONGEST_PIECE = 1024  # characters, at each of which SentencePiece's pieces are split
 WHOLE_WORDS = ("llama-bpe",)  # keep a whole word of the vocabulary, before any merge
 COMPOSED = ("qwen2",)  # text in Unicode's form NFC, in files of this name itself
+
+# Special tokens of Phi-3 that keep the spaces behind them. The others do not, as its tokenizer.json
+# says. GGUF has no field for it, and llama.cpp goes by the model's name.
+KEEP_SPACES = ("<unk>", "<s>", "<|endoftext|>")
 
 # Fields of the tokenizer that are read here or in gguf_metadata.py, or that change no token.
 _KNOWN = frozenset(
@@ -94,7 +99,8 @@ def core_of(fields: Fields) -> Any:
             f"GGUF field tokenizer.ggml.token_type has {len(kinds)} entries for {len(tokens)}"
             " tokens"
         )
-    _add_special(core, tokens, kinds)
+    is_phi3 = kind == "llama" and fields.get("general.architecture") == "phi3"
+    _add_special(core, tokens, kinds, strips=is_phi3)
     _add_template(core, fields, kind, _named(fields, "bos", tokens), _named(fields, "eos", tokens))
     return core
 
@@ -221,8 +227,14 @@ def _sentence_piece(fields: Fields, tokens: Sequence[str]) -> Any:
 
 def _merges(vocabulary: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
     """Return every split of a piece into two pieces, the likeliest piece first. The splits of one
-    piece are ordered by the ids of their parts."""
+    piece are ordered by the ids of their parts. Raise ValueError for a piece that is too long to
+    split."""
     scored = []
+    if (longest := max(map(len, vocabulary), default=0)) > LONGEST_PIECE:
+        raise ValueError(
+            f"GGUF field tokenizer.ggml.tokens holds a piece of {longest} characters; at most"
+            f" {LONGEST_PIECE} are read"
+        )
     for piece, number in vocabulary.items():
         splits = [
             (piece[:i], piece[i:])
@@ -234,12 +246,14 @@ def _merges(vocabulary: Mapping[str, int], scores: Sequence[float]) -> list[tupl
     return [pair for _, pair in sorted(scored, key=lambda entry: entry[0], reverse=True)]
 
 
-def _add_special(core: Any, tokens: Sequence[str], kinds: Sequence[int]) -> None:
+def _add_special(core: Any, tokens: Sequence[str], kinds: Sequence[int], *, strips: bool) -> None:
+    """Add the special tokens, and those that the user defined. strips: special tokens swallow the
+    spaces and lines behind them, but for KEEP_SPACES."""
     from tokenizers import AddedToken
 
     core.add_special_tokens(
         [
-            AddedToken(t, special=True, normalized=False)
+            AddedToken(t, special=True, normalized=False, rstrip=strips and t not in KEEP_SPACES)
             for t, k in zip(tokens, kinds, strict=True)
             if k == CONTROL
         ]

@@ -37,7 +37,25 @@ def open_checkpoint(path_or_hub_id: str | os.PathLike[str], part: Part = "all") 
             )
         stamp = path.stat()
         return _gguf_file(path, stamp.st_mtime_ns, stamp.st_size)
-    return HfDirectory(local_directory(path_or_hub_id, part))
+    directory = local_directory(path_or_hub_id, part)
+    _check_kind(directory)
+    return HfDirectory(directory)
+
+
+def _check_kind(directory: Path) -> None:
+    """Raise CheckpointError for a directory of GGUF files, or of a LoRA adapter alone."""
+    if (directory / "config.json").exists():
+        return
+    if files := sorted(directory.glob("*.gguf")):
+        raise CheckpointError(
+            f"{str(directory)!r} holds GGUF files and no config.json: give the path of the file,"
+            f" such as {str(files[0])!r}"
+        )
+    if (directory / "adapter_config.json").exists():
+        raise CheckpointError(
+            f"{str(directory)!r} is a LoRA adapter without its model: merge it into the model"
+            " (merge_and_unload in PEFT), and save that"
+        )
 
 
 @functools.lru_cache(maxsize=1)

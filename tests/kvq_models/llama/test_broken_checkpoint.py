@@ -78,6 +78,21 @@ def test_missing_and_malformed_configs_are_named(saved):
     assert "config.json is missing" in refusal(saved)
 
 
+def test_a_directory_of_another_kind_is_named(saved):
+    (saved / "config.json").unlink()
+    (saved / "adapter_config.json").write_text("{}")
+    assert "is a LoRA adapter without its model: merge it" in refusal(saved)
+    (saved / "model.gguf").write_bytes(b"GGUF")
+    assert "give the path of the file, such as" in refusal(saved)
+
+
+def test_a_single_number_has_no_parts(saved):
+    name = "model.layers.0.self_attn.qkv_proj.weight"
+    change_config(saved, model_type="phi3", architectures=["Phi3ForCausalLM"])
+    change_tensors(saved, lambda tensors: tensors.update({name: np.zeros((), np.float32)}))
+    assert f"tensor '{name}' is a single number" in refusal(saved)
+
+
 def test_pickled_weights_are_refused_and_absent_ones_named(saved):
     (saved / "model.safetensors").unlink()
     assert "no *.safetensors" in refusal(saved)

@@ -112,6 +112,11 @@ def test_text_is_cut_as_the_file_says(pre: str, ids: list[str], tmp_path: pathli
         ({"eos_token_id": 4000}, "eos_token_id=4000 is none of the"),
         ({"tokens": ["a", "a"], "token_type": [1, 1]}, "holds 'a' twice"),
         ({"merges": ["ab"]}, "no pair"),
+        (
+            {"model": "llama", "tokens": ["a" * 9000], "token_type": [1], "scores": [0.0]}
+            | {"bos_token_id": 0},
+            "holds a piece of 9000 characters; at most 1024 are read",
+        ),
     ],
 )
 def test_a_tokenizer_that_would_give_other_tokens_is_refused(
@@ -120,6 +125,21 @@ def test_a_tokenizer_that_would_give_other_tokens_is_refused(
     assert message in refusal(
         write_gguf(random_llama(tiny_config()), tmp_path / "m.gguf", tokenizer=byte_level(**fields))
     )
+
+
+@pytest.mark.parametrize(("architecture", "between"), [("phi3", []), ("llama", ["▁", "<0x0A>"])])
+def test_special_tokens_of_phi_3_swallow_the_spaces_behind_them(
+    architecture: str, between: list[str], tmp_path: pathlib.Path
+):
+    """Its template writes a line break behind each, which its tokenizer.json leaves out."""
+    tokens = ["<unk>", "<s>", "▁", "H", "<0x0A>", "<|user|>", "<|end|>"]
+    fields = {"model": "llama", "tokens": tokens, "token_type": [2, 3, 1, 1, 6, 3, 3]}
+    fields |= {"scores": [0.0] * 7, "add_bos_token": False, "unknown_token_id": 0}
+    llama = random_llama(tiny_config(architecture))
+    path = write_gguf(llama, tmp_path / "m.gguf", architecture=architecture, tokenizer=fields)
+    ids = open_checkpoint(path).tokenizer()("<|user|>\nH<|end|>\n<s> ").input_ids
+    wanted = ["<|user|>", *(between or ["▁"]), "H", "<|end|>", *between, "<s>", "▁", "▁"]
+    assert [tokens[i] for i in ids] == wanted
 
 
 @pytest.mark.skipif(not STORIES.exists(), reason="the small public Llama is not beside the project")

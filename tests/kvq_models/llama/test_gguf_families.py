@@ -128,6 +128,7 @@ def test_a_model_computes_what_its_source_does(
         ("mixtral", "expert_used_count", 3),
         ("gemma2", "attn_logit_softcapping", 0.0),
         ("gemma3", "attention.sliding_window", 4),
+        *((name, "rope.freq_base_swa", 7.0) for name in ("gemma2", "gemma3", "olmo3", "gpt-oss")),
         ("olmo3", "rope.scaling.factor", 1.0),
         ("phi3", "rope.scaling.attn_factor", 1.0),
         ("gpt-oss", "expert_used_count", 1),
@@ -182,6 +183,14 @@ def test_what_would_be_computed_wrongly_is_refused_by_field(
     name: str, fields: dict, message: str, tmp_path: pathlib.Path
 ):
     assert message in refusal(written(name, tmp_path, fields=fields)[1])
+
+
+def test_longrope_may_be_named_beside_its_factors(tmp_path: pathlib.Path):
+    named = {"rope.scaling.type": "longrope"}
+    assert read_config(written("phi3", tmp_path, fields=named)[1]) == MODELS["phi3"][1]
+    opening._gguf_file.cache_clear()
+    without = written("llama", tmp_path, fields=named)[1]
+    assert "scaling.type='longrope' is not supported" in refusal(without)
 
 
 def test_fields_at_neutral_values_change_nothing(tmp_path: pathlib.Path):

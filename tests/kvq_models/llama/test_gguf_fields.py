@@ -132,6 +132,15 @@ def test_generation_ends_at_every_token_that_ends_a_text_or_a_turn(write):
     assert read_config(write(tokenizer=no_kinds)).eos_token_ids == (0, 5)
 
 
+def test_the_end_of_a_message_ends_no_answer_of_gpt_oss(write):
+    """Its analysis ends with <|end|>, and its final message with <|return|>."""
+    tokens = [*TOKENS, "<|return|>", "<|call|>"]
+    kinds, at = [3, *[1] * (len(TOKENS) - 1), 3, 3], len(TOKENS)
+    assert tokens.index("<|end|>") == 0
+    fields = byte_level(tokens=tokens, token_type=kinds, eos_token_id=at)
+    assert read_config(write(tokenizer=fields)).eos_token_ids == (at, at + 1)
+
+
 def test_sampling_that_the_file_asks_for_is_kept_as_data(llama: Llama, tmp_path: pathlib.Path):
     asked = {"sampling.temp": 0.6, "sampling.top_k": 20}
     path = write_gguf(llama, tmp_path / "m.gguf", general=asked)
@@ -207,6 +216,16 @@ def test_a_damaged_header_ends_in_one_line(change: Any, message: str, write):
     path = write()
     path.write_bytes(change(path.read_bytes()))
     assert re.search(message, refused(lambda: load_llama(path)))
+
+
+def test_a_tensor_without_axes_is_named(tmp_path: pathlib.Path):
+    writer = gguf.GGUFWriter(path := tmp_path / "m.gguf", "llama")
+    writer.add_tensor("token_embd.weight", np.zeros((), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert "'token_embd.weight' of 0 dimensions" in refused(lambda: read_config(path))
 
 
 @pytest.mark.parametrize("alignment", [16, 64])
