@@ -48,9 +48,26 @@ def cached_attention(
         prefill: static. True for prompts.
         name: the name of the variable.
         options: as in `CachePlan.attend` (lengths, padding, scale, parameters, ...).
+
+    It raises ValueError for a mask and for dropout, which Linen would leave out in silence if the
+    function did not name them.
     """
 
-    def attend(query: Array, key: Array, value: Array) -> Array:
+    def attend(
+        query: Array,
+        key: Array,
+        value: Array,
+        mask: Array | None = None,
+        dropout_rate: float = 0.0,
+        deterministic: bool = True,
+    ) -> Array:
+        if mask is not None:
+            raise ValueError(
+                "a quantized cache is causal and takes no mask: give padding as `lengths` to"
+                " cached_attention, a window to the plan, and leave `mask` and decode=True out"
+            )
+        if dropout_rate and not deterministic:
+            raise ValueError("a quantized cache has no dropout: call with deterministic=True")
         cache = module.variable("cache", name, plan.init, query.shape[0])
         out, after = plan.attend(cache.value, query, key, value, prefill=prefill, **options)
         if not module.is_initializing():

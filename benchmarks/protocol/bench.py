@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -83,7 +84,10 @@ class Bench:
             "jax_version",
             "device",
         )
-        if different := [name for name in same if getattr(before, name) != getattr(report, name)]:
+        different = [name for name in same if getattr(before, name) != getattr(report, name)]
+        if _calibration_sizes(before.command) != _calibration_sizes(report.command):
+            different.append("samples and length of calibration")
+        if different:
             raise ValueError(
                 f"{plan.json} holds rows of another run ({', '.join(different)}): give another"
                 " --json, or delete it to begin anew"
@@ -217,6 +221,11 @@ def _groups(rows: Sequence[Wanted]) -> list[list[Wanted]]:
         size = TOGETHER[reading]
         groups += [chosen[at : at + size] for at in range(0, len(chosen), size)]
     return groups
+
+
+def _calibration_sizes(command: str) -> list[str]:
+    """Return the words of a run's command that say how much of a text was calibrated on."""
+    return re.findall(r"--(?:samples|length) \S+", command)
 
 
 def _described(name: str, text: ScoredText) -> Text:

@@ -91,7 +91,8 @@ def _ratio(report: ProtocolReport, reading: str, pair: tuple[str, str]) -> str:
     one, other = (row.measured for row in rows if row)
     ratio = one.over(other, report.headline)
     shown = with_interval(*ratio, ".2f")
-    return f"**{shown}**" if not ratio.interval.low <= 1 <= ratio.interval.high else shown
+    low, high = ratio.interval  # nan if one window was measured
+    return f"**{shown}**" if low > 1 or high < 1 else shown
 
 
 def _row(report: ProtocolReport, reading: str, cache: str) -> Row | None:

@@ -32,6 +32,7 @@ class LayerTrace:
     output: [N * H, D], o_proj's weights.
     scale: the factor of the scores.
     sink: the tokens at the front that a cache keeps in full precision.
+    fitted_keys: the arrays of the layer's keys, if they were made with the same options before.
     """
 
     keys: Float[np.ndarray, "S T K H"]
@@ -41,6 +42,7 @@ class LayerTrace:
     output: Float[np.ndarray, "NH D"]
     scale: float
     sink: int
+    fitted_keys: dict[str, Shaped[np.ndarray, "..."]] | None = None
 
 
 FitToLayer = Callable[[LayerTrace], dict[str, Shaped[np.ndarray, "..."]]]

@@ -14,6 +14,7 @@ from kvq_tools.cli.model_loading import load_model, prepared
 from kvq_tools.cli.tables import print_line, print_table
 from kvq_tools.evaluation.intervals import Estimate
 from kvq_tools.evaluation.protocol import (
+    DECODED_FROM,
     READINGS,
     RECENT,
     SINK,
@@ -83,7 +84,8 @@ def sizes_for(config: LlamaConfig, text: ScoredText, context: int | None) -> Siz
     the model has positions for and that leaves LEAST_WINDOWS windows."""
     scored, tokens = min(Sizes.scored, config.positions // 8), text.ids.size
     fitting = min(config.positions, tokens // LEAST_WINDOWS) - scored - 1
-    chosen = min(Sizes.context, fitting) if context is None else context
+    # a text with room for fewer windows is refused below, in its tokens
+    chosen = min(Sizes.context, max(fitting, DECODED_FROM + 1)) if context is None else context
     if chosen + scored + 1 > config.positions:
         raise ValueError(
             f"a window of {chosen} tokens and {scored} scored ones is beyond the"
@@ -185,7 +187,9 @@ def _with_interval(numbers: dict[str, Any], name: str, form: str) -> str:
     value, (low, high) = numbers[name], numbers[f"{name}_interval"]
     if value is None:
         return "-"
-    return f"{value:{form}}" if low is None else f"{value:{form}} [{low:{form}}, {high:{form}}]"
+    if low is None or high is None:
+        return f"{value:{form}}"
+    return f"{value:{form}} [{low:{form}}, {high:{form}}]"
 
 
 def _number(value: float | None) -> str:

@@ -9,6 +9,7 @@ test_intervals.py).
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from scipy.special import stdtrit
 
 CONFIDENCE = 0.95
 ROUNDING = 1e-12  # relative
+LARGEST = math.log(sys.float_info.max)
 
 
 class Interval(NamedTuple):
@@ -64,7 +66,8 @@ def kl_interval(windows: Sequence[float]) -> Interval:
     intervals for the mean of a log-normal distribution, Journal of Statistics Education 13, 2005,
     the modified Cox method). The t interval of the logs alone would bound their geometric mean,
     which is smaller than the mean that pages print. Values that are not all positive, as a KL of
-    rounding noise, have the interval of `mean_interval`.
+    rounding noise, have the interval of `mean_interval`. (nan, nan) if the logs of two windows lie
+    so far apart that a limit is no float.
     """
     if len(windows) < 2 or min(windows) <= 0 or equal(windows):
         return mean_interval(windows)
@@ -72,6 +75,8 @@ def kl_interval(windows: Sequence[float]) -> Interval:
     variance, n = float(logs.var(ddof=1)), len(windows)
     centre = float(logs.mean()) + variance / 2
     half = t_quantile(n) * math.sqrt(variance / n + variance**2 / (2 * (n - 1)))
+    if centre + half > LARGEST:
+        return NONE
     return Interval(math.exp(centre - half), math.exp(centre + half))
 
 

@@ -124,7 +124,7 @@ class KvqLM(TemplateLM):
             raise ValueError(
                 f"{str(pretrained)!r} has no tokenizer, which is needed to read requests"
             )
-        self.max_length = max_length or llama.config.positions
+        self.max_length = llama.config.positions if max_length is None else max_length
         if not 1 <= self.max_length <= llama.config.positions:
             raise ValueError(
                 f"{max_length=} must be between 1 and the model's {llama.config.positions}"

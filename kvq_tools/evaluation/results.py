@@ -117,10 +117,12 @@ class Evaluation:
 
     @property
     def window_kl(self) -> list[float]:
-        """Return the mean KL of each window, in the order of the text, without a window that scores
-        less than half as many tokens as the fullest one: it would count as much as that one."""
+        """Return the mean KL of each window, in the order of the text. The last one is left out if
+        it scores fewer tokens than the one before and less than half as many as the fullest: it
+        would count as much as they do."""
         windows, counts = np.unique(self.index - self.position, return_counts=True)
-        full = windows[2 * counts >= counts.max()] if windows.size else windows
+        short = windows.size > 1 and counts[-1] < min(counts[-2], counts.max() / 2)
+        full = windows[:-1] if short else windows
         return [_mean(self.kl[self.index - self.position == first]) for first in full]
 
     @property

@@ -19,12 +19,13 @@ from kvq_models.calibration.progress import Progress
 from kvq_models.llama.model import HiddenBTD, Llama
 from kvq_models.llama.packed_loading import with_activations
 from kvq_tools.evaluation import program_memory
-from kvq_tools.evaluation.defaults import BATCH, STEP, Mode
+from kvq_tools.evaluation.defaults import BATCH, CHUNK, STEP, Mode
 from kvq_tools.evaluation.results import Evaluation, Quality
 from kvq_tools.evaluation.settings import (
     Choices,
     Settings,
     check_request,
+    check_steps,
     default_prompt,
     prompt_for,
 )
@@ -182,10 +183,14 @@ def measure_rows(
         kept: the full-precision model's last outputs by batch, which are computed if they are
             missing and left there for further calls with the same rows and batches.
 
-    Raises ValueError if the rows do not fit the vocabulary, the prompt leaves fewer than two tokens
-    or fewer than are scored, or a cache with such statistics gets no prompt.
+    Raises ValueError if there is no such mode or no row, a size is not positive, the rows do not
+    fit the vocabulary, the prompt leaves fewer than two tokens or fewer than are scored, or a cache
+    with such statistics gets no prompt.
     """
+    check_steps(mode, batch, CHUNK, step)
     tokens = np.asarray(rows, np.int32)
+    if tokens.ndim != 2 or not tokens.size:
+        raise ValueError(f"rows must be tokens of at least one row, not of shape {tokens.shape}")
     count, length = tokens.shape
     config = candidates[0][0].config
     if not 0 <= tokens.min() <= tokens.max() < config.vocab_size:

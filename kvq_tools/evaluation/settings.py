@@ -74,10 +74,7 @@ def check_request(
     stride = max(1, window // 2) if stride is None else stride
     mode, step = choices.get("mode", "decode"), choices.get("step", STEP)
     batch, chunk = choices.get("batch", BATCH), choices.get("chunk", CHUNK)
-    if mode not in MODES:
-        raise ValueError(f"{mode=} must be one of {', '.join(MODES)}")
-    if min(batch, chunk, step) < 1:
-        raise ValueError(f"batch, chunk and step must be at least 1: {batch=}, {chunk=}, {step=}")
+    check_steps(mode, batch, chunk, step)
     if prompt and mode != "decode":
         raise ValueError(
             f"a prompt of {prompt} tokens is for mode 'decode': 'chunked' prefills everything,"
@@ -90,6 +87,14 @@ def check_request(
         default = default_prompt(np.asarray(token_ids).size, window, stride)
         prompt = prompt_for(config, specs, prompt, default)
     return Settings(window, stride, mode, batch, chunk, prompt or 0, step)
+
+
+def check_steps(mode: str, batch: int, chunk: int, step: int) -> None:
+    """Raise ValueError, in one line, if there is no such mode or a size is not positive."""
+    if mode not in MODES:
+        raise ValueError(f"{mode=} must be one of {', '.join(MODES)}")
+    if min(batch, chunk, step) < 1:
+        raise ValueError(f"batch, chunk and step must be at least 1: {batch=}, {chunk=}, {step=}")
 
 
 def default_prompt(tokens: int, window: int, stride: int) -> int:

@@ -24,29 +24,31 @@ from kvq_tools.planning.allocation import Costs, Widths, costs_of, shared_out
 from kvq_tools.planning.defaults import METHOD, Bases
 
 
-def stored_tokens(config: ModelDims, context: int) -> tuple[int, ...]:
-    """Return the body tokens that each layer keeps of a sequence of `context` tokens, as the
-    smallest whole numbers with their ratios: 1 in every layer without windows."""
-    blocks = [most_blocks(plan) for plan in kvq.cache.layout(METHOD, config, 1, context).plans]
+def stored_tokens(
+    config: ModelDims, context: int, spec: CacheSpec | str = METHOD
+) -> tuple[int, ...]:
+    """Return the body tokens that each layer of a cache keeps of a sequence of `context` tokens, as
+    the smallest whole numbers with their ratios: 1 in every layer without windows."""
+    blocks = [most_blocks(plan) for plan in kvq.cache.layout(spec, config, 1, context).plans]
     common = math.gcd(*blocks)
     return tuple(number // common for number in blocks)
 
 
 def widths_within(
-    costs: Costs, bits: float, config: ModelDims, context: int
+    costs: Costs, bits: float, config: ModelDims, context: int, spec: CacheSpec | str = METHOD
 ) -> list[tuple[Widths, Widths]]:
-    """Return the widths (keys, values) of each layer for `bits` stored bits an element. Raises
-    ValueError if they are too few for codes."""
-    stored = stored_tokens(config, context)
-    per_row = 2 * sum(stored)
-    budget = math.floor(per_row * (bits - 8 / config.head_dim) * costs.chunks + 1e-6)
-    if budget < per_row:
+    """Return the widths (keys, values) of each layer for `bits` stored bits an element, in no more
+    bytes than if every layer of the cache had the template's. Raises ValueError if they are too few
+    for codes."""
+    stored = stored_tokens(config, context, spec)
+    of_layer = math.floor(2 * costs.chunks * (bits - 8 / config.head_dim) + 1e-6)
+    if of_layer < 2:
         least = 1 / costs.chunks + 8 / config.head_dim
         raise ValueError(
             f"{bits:g} bits cannot be stored with heads of {config.head_dim} channels:"
             f" {least:g} is the least"
         )
-    return shared_out(costs, budget, stored=stored)
+    return shared_out(costs, of_layer * sum(stored), stored=stored)
 
 
 def spec_of(widths: Sequence[Sequence[Widths]], spec: CacheSpec | None = None) -> CacheSpec:
@@ -67,8 +69,8 @@ def planned(
     """Return waterfill with the widths that its calibration gives, in sequences of `context`
     tokens. If all layers keep as many, each shares out the same number of bits; so does each if
     values have no energies, which say what a bit of them is worth."""
-    if len(set(stored_tokens(config, context))) == 1 or not Bases.of(spec.k).predicted:
+    if len(set(stored_tokens(config, context, spec))) == 1 or not Bases.of(spec.k).predicted:
         return resolved(spec, calibration)
     bits = cast("Waterfill", spec.k).bits
-    widths = widths_within(costs_of(calibration, {}), bits, config, context)
+    widths = widths_within(costs_of(calibration, {}), bits, config, context, spec)
     return spec_of(widths, spec)

@@ -15,7 +15,7 @@ from benchmarks import llama_8b
 from benchmarks.protocol import __main__ as protocol
 from benchmarks.protocol import bench
 from benchmarks.protocol.caches import CACHES
-from benchmarks.protocol.plan import planned
+from benchmarks.protocol.plan import Plan, planned
 from benchmarks.protocol.report import ProtocolReport
 from benchmarks.report_file import RESULTS
 from kvq_jax.cache.dims import dims_of
@@ -123,6 +123,21 @@ def test_a_committed_row_recomputes_to_its_printed_digits(capsys):
     told = capsys.readouterr().out
     assert ended.value.code == 0, told
     assert told.rstrip().endswith("the same digits")
+
+
+def test_a_run_goes_on_only_with_the_calibration_that_its_rows_have(tmp_path):
+    file = tmp_path / "report.json"
+    texts = ["--text", "passage", "--calibration-text", "passage", "--json", str(file)]
+
+    def begun(*sizes: str) -> bench.Bench:
+        words = ["embedded", *texts, *sizes]
+        return bench.Bench(Plan.of(protocol.argument_parser().parse_args(words)))
+
+    begun("--samples", "2").report.write(file)
+    begun("--samples", "2", "--windows", "12")
+    for other in (("--samples", "3"), ("--samples", "2", "--length", "64")):
+        with pytest.raises(ValueError, match=r"another run \(samples and length of calibration\)"):
+            begun(*other)
 
 
 @pytest.mark.parametrize(("processor", "kept"), [("another", 1), ("this", 0)])

@@ -8,7 +8,7 @@ import pytest
 
 import kvq_jax as kvq
 from benchmarks import llama_8b
-from benchmarks.protocol import equal_bytes, front_page, large_models
+from benchmarks.protocol import equal_bytes, front_page, large_models, pairs
 from benchmarks.protocol.caches import README
 from benchmarks.protocol.page import page
 from benchmarks.protocol.report import ProtocolReport
@@ -140,3 +140,16 @@ def test_a_page_marks_rows_of_another_processor_and_says_how_far_they_move(repor
     assert "Rows marked † were measured on another processor: Xeon." in text
     ratio = _cells(text, "## On another processor", f"| `{CACHE}`")[-1]
     assert float(ratio.partition(" ")[0]) == pytest.approx(1 / 1.25, abs=1e-3)
+
+
+def test_a_ratio_of_one_window_has_no_interval_and_is_not_bold(
+    report: ProtocolReport, tmp_path, monkeypatch: pytest.MonkeyPatch
+):
+    file = tmp_path / "one.json"
+    one = dataclasses.replace(report, windows=1, texts=report.texts[:1], calibration_text=None)
+    one.write(file)
+    assert "**" in pairs.contents()
+    monkeypatch.setattr(pairs, "SOURCES", (file,))
+    text = pairs.contents()
+    assert "| `kivi:bits=2` |" in text
+    assert "**" not in text

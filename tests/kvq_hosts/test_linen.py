@@ -108,3 +108,25 @@ def test_the_module_of_the_documentation_runs():
     assert out.shape == x.shape
     assert after["cache"]["layer"].lengths.tolist() == [3, 3]
     assert variables["cache"]["layer"].lengths.tolist() == [0, 0], "initialization adds nothing"
+
+
+def test_what_linen_would_drop_in_silence_is_refused(inputs: jax.Array):
+    class Masked(nn.Module):
+        rate: float = 0.0
+
+        @nn.compact
+        def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+            attend = cached_attention(self, plan_of("dense"), prefill=True)
+            attention = nn.MultiHeadDotProductAttention(
+                HEADS, attention_fn=attend, dropout_rate=self.rate, deterministic=False
+            )
+            return attention(x, mask=mask)
+
+    keys = {"params": jax.random.key(1), "dropout": jax.random.key(2)}
+    padding = nn.make_attention_mask(jnp.arange(TOKENS) < 5, jnp.arange(TOKENS) < 5)
+    with jax.numpy_rank_promotion("allow"):
+        with pytest.raises(ValueError, match="takes no mask: give padding as `lengths`"):
+            Masked().init(keys, inputs, padding[None])
+        with pytest.raises(ValueError, match="no dropout: call with deterministic=True"):
+            Masked(0.5).init(keys, inputs)
+        Masked().init(keys, inputs)

@@ -73,7 +73,8 @@ class OutputAwareCodec(SpectralCodec):
         return described
 
     def _fit_to_layer(self, trace: LayerTrace) -> dict[str, np.ndarray]:
-        learned = fit.keys(trace, self.keys, self.base, self.steps)
+        learned = trace.fitted_keys if self.side == "v" else None
+        learned = learned or fit.keys(trace, self.keys, self.base, self.steps)
         if self.side == "k":
             return learned
         return fit.values(trace, learned, self.keys, self.values, self.base, self.steps)

@@ -12,7 +12,7 @@ from kvq_jax.cache.size import COMPARED_BATCHES
 from kvq_models.inference.memory import CACHE_DTYPE
 from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli import cache_sizes, mesh, protocol_evaluation, text_evaluation
-from kvq_tools.cli.console import bar, check_finite, format_bytes, print_json
+from kvq_tools.cli.console import UserError, bar, check_finite, format_bytes, print_json
 from kvq_tools.cli.model_loading import load_model, prepared
 from kvq_tools.cli.tables import print_table
 from kvq_tools.evaluation.results import Evaluation, finite
@@ -27,6 +27,8 @@ def run(options: argparse.Namespace) -> None:
     if options.protocol:
         protocol_evaluation.run(options)
         return
+    if options.flips and not options.json:
+        raise UserError("--flips lists positions in the output of --json: add it")
     config, text, settings, files = text_evaluation.checked(options)
     window = min(settings.window, text.ids.size)
     specs = [spec for _, spec in options.cache]

@@ -153,7 +153,9 @@ def _fitted(
         if learning.fit_to_layer:
             if bias is not None:
                 raise ValueError("this method takes no subtract_bias: leave it out")
-            parameters = learning.fit_to_layer(_trace(store, need.layer, sink, rope, layer))
+            trace = _trace(store, need.layer, sink, rope, layer)
+            keys = store.fitted(need.layer, "k", options)
+            parameters = learning.fit_to_layer(dataclasses.replace(trace, fitted_keys=keys))
         else:
             moments = store.query_moments(need.layer) if learning.fit_to_queries else None
             parameters = learning.calibrate(*_rows(store, need, sink, rope, bias), moments)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvq_jax.methods.optr import fit
 from kvq_models.calibration.activations import LAST_QUERIES, record
 from kvq_models.calibration.store import _checksum
 from kvq_models.llama.model import layer_forward
@@ -93,3 +94,15 @@ def test_damaged_queries_are_found(name: str, tmp_path: pathlib.Path):
     content[5] ^= 1
     (work / name).write_bytes(content)
     one_line(f"{name}' is damaged: sample 0 of layer 0", run, work, spec)
+
+
+def test_a_fit_of_values_takes_the_keys_that_were_fitted(tmp_path: pathlib.Path, monkeypatch):
+    llama, learned, keys = model(), [], fit.keys
+    monkeypatch.setattr(fit, "keys", lambda *of: learned.append(of) or keys(*of))
+    both = run(tmp_path / "both", "optr:steps=1,sink=1", llama=llama)
+    assert len(learned) == llama.config.num_hidden_layers, "once for each layer"
+    alone = run(tmp_path / "alone", "k=int2+v=optr:steps=1+cache:sink=1", llama=llama)
+    turns = [name for name in alone.tensors if name.endswith("turn")]
+    assert len(turns) == llama.config.num_hidden_layers
+    for name in turns:
+        np.testing.assert_array_equal(alone.tensors[name], both.tensors[name])

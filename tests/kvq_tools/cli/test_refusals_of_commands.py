@@ -89,6 +89,7 @@ REFUSED = [
     ("plan {model} --budget 2bits --text {text} --window 200", "leave nothing to quantize"),
     # what does not go together
     ("eval {model} --text {text} --cache squat --prompt 0", "takes statistics from a prompt"),
+    ("eval {model} --text {text} --cache int4 --flips", "in the output of --json: add it"),
     ("eval {model} --text {text} --cache int4 --protocol --flips", "--flips is not for --protocol"),
     ("eval {model} --text {text} --cache int4 --protocol --mode=fake", "--mode is not for"),
     ("serve {model} --cache kvquant:outliers=0", "needs a calibration"),

@@ -13,7 +13,7 @@ from kvq_models import decode_step, forward, prefill
 from kvq_models.llama.model import causal_attention as whole_attention
 from kvq_models.llama.rope import ropes_for
 from kvq_tools import evaluate, evaluate_caches, measure
-from kvq_tools.evaluation import program_memory
+from kvq_tools.evaluation import measure_rows, program_memory
 from kvq_tools.evaluation.compare import compare
 from kvq_tools.evaluation.forward import QUERY_CHUNK, causal_attention
 from kvq_tools.evaluation.windows import windows
@@ -242,3 +242,17 @@ def test_attention_by_chunks_of_queries_is_that_of_the_model():
     found = jax.jit(causal_attention)(q, k, v)
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
     assert np.abs(np.asarray(found) - np.roll(wanted, 1, axis=2)).max() > 0.1
+
+
+@pytest.mark.usefixtures("types_unchecked")
+def test_rows_are_refused_as_a_text_is():
+    llama, rows = random_llama(tiny_config(num_hidden_layers=1)), np.ones((2, 8), np.int32)
+    for choices, message in (
+        ({"mode": "decoded"}, "must be one of decode, chunked, fake"),
+        ({"batch": 0}, "batch, chunk and step must be at least 1"),
+        ({"step": 0}, "batch, chunk and step must be at least 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            measure_rows([(llama, "int4")], rows, **choices)
+    with pytest.raises(ValueError, match="at least one row"):
+        measure_rows([(llama, "int4")], rows[:0])

@@ -147,6 +147,17 @@ def test_the_kl_of_a_window_is_the_mean_of_the_tokens_that_it_scores():
     assert found.window_kl == [2.0, 5.0], "one of three tokens is less than half of a full window"
 
 
+def test_windows_that_overlap_by_most_of_their_tokens_all_count():
+    """Windows of 8 tokens by 2: the first scores seven tokens, each other two."""
+    index = np.arange(1, 16)
+    position = np.concatenate([np.arange(1, 8), np.tile([6, 7], 4)])
+    found = Evaluation(
+        parse("int4"), "decode", 8, 0, index, position, *np.zeros((2, 15)),
+        np.repeat([1.0, 2.0, 3.0, 4.0, 5.0], (7, 2, 2, 2, 2)), np.ones(15, bool), None,
+    )  # fmt: skip
+    assert found.window_kl == [1.0, 2.0, 3.0, 4.0, 5.0]
+
+
 @pytest.mark.parametrize(
     ("name", "value"), [("exact_nats", np.nan), ("nats", np.inf), ("kl", -np.inf)]
 )

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from kvq_tools.evaluation.intervals import mean_interval, paired_ratio
+from kvq_tools.evaluation.intervals import kl_interval, mean_interval, paired_ratio
 
 DRAWS = 4000
 
@@ -49,3 +49,9 @@ def test_there_is_no_interval_without_a_spread_and_no_ratio_without_logs():
     for windows, others in (([1.0, 2.0], [0.0, 1.0]), ([-1.0, 2.0], [1.0, 1.0]), ([], [])):
         value, interval = paired_ratio(windows, others)
         assert np.isnan([value, *interval]).all(), (windows, others)
+
+
+def test_two_windows_a_million_times_apart_give_no_interval():
+    assert np.isnan(kl_interval([1e-9, 1e-2])).all(), "its upper limit is above every float"
+    low, high = kl_interval([1e-3, 1e-2])
+    assert 0 < low < 1e-3 < high < math.inf

@@ -235,6 +235,7 @@ def test_mistakes_are_named():
         ({"context": "chunked"}, "must be one of decode, prefill"),
         ({"batch_size": "auto"}, "integer of at least 1"),
         ({"max_length": 4096}, "2048 positions"),
+        ({"max_length": 0}, "max_length=0 must be between 1"),
     ):
         with pytest.raises(ValueError, match=line):
             lm_eval_model.KvqLM(**arguments)

@@ -1,8 +1,12 @@
 """`kvq eval --protocol`: equal windows for all caches, both readings, and what it refuses."""
 
+import numpy as np
 import pytest
 
-from kvq_tools.evaluation.protocol import READINGS, RECENT, SINK
+from kvq_models import EMBEDDED
+from kvq_models.llama.open_checkpoint import read_config
+from kvq_tools.cli.protocol_evaluation import sizes_for
+from kvq_tools.evaluation.protocol import READINGS, RECENT, SINK, ScoredText, Sizes
 
 CACHES = "--cache=int4:sink=1,recent=0", "--cache=int2"
 
@@ -33,3 +37,15 @@ def test_all_caches_get_the_same_windows_and_both_readings(request_of, run_json)
         assert low < two[reading]["kl"] < high
         assert two[reading]["kl_median"] <= two[reading]["kl_p999"]
         assert "int2" in found["verdicts"][reading]
+
+
+def test_a_short_text_has_fewer_windows_or_is_refused_in_its_tokens():
+    config = read_config(EMBEDDED)
+
+    def sizes(tokens: int) -> Sizes:
+        return sizes_for(config, ScoredText("text", "", np.zeros(tokens, np.int32)), None)
+
+    assert sizes(4 * 400) == Sizes(400 - 257, 256, 4)
+    assert sizes(1200) == Sizes(65, 256, 3), "four windows would have 43 tokens before them"
+    with pytest.raises(ValueError, match=r"a text of 600 tokens .*: give a longer text"):
+        sizes(600)

@@ -21,7 +21,7 @@ from kvq_tools.planning.allocation import SIDES, Costs, costs_of, shared_out
 from kvq_tools.planning.defaults import KEY_BASES
 from kvq_tools.planning.measuring import PlanRequest
 from kvq_tools.planning.sensitivity import Sensitivity, one_side
-from kvq_tools.planning.unmeasured import spec_of
+from kvq_tools.planning.unmeasured import spec_of, widths_within
 
 PASSAGE = Path(__file__).parents[3] / "kvq_tools" / "cli" / "passage.txt"
 STEP = 4
@@ -57,6 +57,16 @@ def test_a_budget_is_shared_out_as_well_as_by_trying_everything(budget: int):
     assert costs.total(found) <= 1.1 * least
     equal = [(costs.best(l, "k", budget // 4), costs.best(l, "v", budget // 4)) for l in range(2)]
     assert costs.total(found) <= costs.total(equal)
+
+
+def test_a_plan_takes_no_more_bytes_than_the_equal_shares_that_its_budget_was_found_with():
+    """Heads of 96 channels have 12 chunks, of whose bits 2 3/16 an element leave half a one."""
+    dims, bits = kvq.CacheDims(3, 4, 2, 96, 384), 35 / 16
+    spec = spec_of(widths_within(drawn(layers=3, chunks=12), bits, dims, 1024))
+    ours, equal = (
+        kvq.size.of(cache, dims, 1, 1024).resident for cache in (spec, f"waterfill:bits={bits}")
+    )
+    assert 0.99 * equal < ours <= equal
 
 
 # --- measurements

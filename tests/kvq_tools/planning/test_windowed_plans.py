@@ -67,9 +67,13 @@ def test_layers_that_keep_as_many_tokens_share_alike(config: kvq.CacheDims, cont
     )
 
 
-def test_the_windows_of_a_spec_stay():
-    spec = planned(kvq.parse("waterfill:bits=3,recent=32"), calibration(), CONFIG, CONTEXT)
-    assert spec.recent == 32
+@pytest.mark.parametrize("windows", ["recent=32", "recent=32,block=128"])
+def test_the_windows_of_a_spec_stay_and_a_bit_counts_by_the_tokens_that_they_leave(windows: str):
+    equal = kvq.parse(f"waterfill:bits=3,{windows}")
+    spec = planned(equal, calibration(), CONFIG, CONTEXT)
+    assert (spec.recent, spec.block) == (equal.recent, equal.block)
+    ours, others = (kvq.size.of(cache, CONFIG, 1, CONTEXT).resident for cache in (spec, equal))
+    assert 0.99 * others < ours <= others
 
 
 def test_windows_of_a_text_leave_something_to_quantize_in_layers_with_a_sink_too():
