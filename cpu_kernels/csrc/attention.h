@@ -176,12 +176,11 @@ struct Attention : AttentionState {
       const float level = largest_lane(most);
       if (level > largest[row]) shrink(row, exp_of(splat(largest[row] - level))[0]);
       largest[row] = level;
-      const bool unseen = level == kNegInf;  // no token yet, so exp(0) is no weight, or only NaN
+      const bool unseen = level == kNegInf;  // no token yet, or only NaN and -inf
       Floats sum = load(total + row * kLanes);
       for (int64_t t = 0; t < padded; t += kLanes) {
         const Floats score = load(out + t);
-        const Floats p =
-            unseen ? (Floats)((Ints)score & (score != kNegInf)) : exp_of(score - level);
+        const Floats p = unseen ? only_nan(score) : exp_of(score - level);
         store(out + t, p);
         sum += p;
       }

@@ -206,13 +206,18 @@ struct PromptAttention {
     for (int64_t t = 0; t < minimum(begin, whole); t++) scores[t] = kvq::kNegInf;
     for (int64_t t = end; t < whole; t++) scores[t] = kvq::kNegInf;
     Floats top = splat(kvq::kNegInf);
-    for (int64_t t = 0; t < end; t += kLanes) top = larger(top, load(scores + t));
+    for (int64_t t = 0; t < end; t += kLanes) top = larger(load(scores + t), top);  // NaN is none
     const float block = largest_lane(top), largest = block > m ? block : m;
-    if (largest == kvq::kNegInf) {  // nothing seen yet
-      for (int64_t t = 0; t < whole; t += kLanes) store(scores + t, Floats{});
+    Floats sum = {};
+    if (largest == kvq::kNegInf) {  // nothing seen yet, or only NaN and -inf
+      for (int64_t t = 0; t < whole; t += kLanes) {
+        const Floats weights = only_nan(load(scores + t));
+        store(scores + t, weights);
+        sum += weights;
+      }
+      l += sum_of_lanes(sum);
       return 1;
     }
-    Floats sum = {};
     for (int64_t t = 0; t < whole; t += kLanes) {
       const Floats weights = exp2_of(load(scores + t) - largest);
       store(scores + t, weights);

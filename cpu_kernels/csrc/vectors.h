@@ -78,6 +78,9 @@ inline Floats larger(Floats a, Floats b) {
 #endif
 }
 
+// NaN for NaN, and 0 for numbers: the weights of scores of which none is a number above -1e30.
+inline Floats only_nan(Floats x) { return (Floats)((Ints)x & (x != x)); }
+
 // The floats with these fp16 bits, exactly. Processors may be set to flush subnormal fp32 numbers,
 // so no computation uses any.
 inline Floats from_half(Uints bits) {

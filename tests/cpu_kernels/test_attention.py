@@ -115,6 +115,20 @@ def test_a_query_of_nan_gets_nan_and_no_other_does():
     assert broken.sum() == 1, "NaN reaches other heads or rows"
 
 
+def test_tokens_whose_scores_are_minus_infinity_weigh_nothing():
+    k, v = CASES["dense fp32"]
+    q, keys, values, *_ = inputs("dense fp32", 2, 1, 1100)
+    q, keys[0] = np.abs(q), keys[0].copy()
+    keys[0][0, :, :1050], keys[0][1] = -np.inf, -np.inf  # a whole span, and all of them
+    limits = np.full((BATCH, 1), 1100, np.int32)
+    m, l, o = decode_attention(q, (k.body, keys), (v.body, values), limits, capacity=1100)
+    want = attention(q[:1], keys[0][:1, :, 1050:], values[0][:1, :, 1050:], limits[:1] - 1050)
+    assert row_errors(np.asarray(o / l)[0], want[2][0] / want[1][0]).max() < 1e-5
+    assert np.all(np.asarray(m)[1] == np.float32(-1e30))
+    assert not np.asarray(l)[1].any()
+    assert not np.asarray(o)[1].any()
+
+
 def test_places_outside_the_row_are_not_written_to():
     k, v = CASES["runs"]
     q, keys, values, *_ = inputs("runs", 4, 1, 96)

@@ -110,13 +110,34 @@ def test_a_row_has_the_same_bits_alone_and_in_company():
     assert not np.array_equal(together[0], together[1])
 
 
-def test_nan_in_a_seen_row_reaches_the_queries_that_see_it_alone():
+@pytest.mark.parametrize("row", [0, 7, 20, 39])
+def test_nan_in_a_seen_row_reaches_the_queries_that_see_it_alone(row: int):
     q, keys, values, seen, counts = prompt(1, 40, 0, 64, "float32", batch=1)
     keys = keys.copy()
-    keys[0, :, 20] = np.nan
+    keys[0, :, row] = np.nan
     out = np.asarray(attention(q, keys, values, seen, counts)[2])
-    assert np.isnan(out[0, :, 20:]).all()
-    assert np.isfinite(out[0, :, :20]).all()
+    assert np.isnan(out[0, :, row:]).all()
+    assert np.isfinite(out[0, :, :row]).all()
+
+
+@pytest.mark.parametrize("tokens", [1, 40, 300])
+def test_a_query_of_nan_gets_nan_and_no_other_does(tokens: int):
+    q, keys, values, seen, counts = prompt(1, tokens, 9, 64, "float32", batch=1)
+    q[0, 1, -1] = np.nan
+    _, total, out = attention(q, keys, values, seen, counts)
+    assert np.isnan(total[0, 1, -1]).all(), "the softmax's sum of a query of NaN is a number"
+    assert np.isnan(out).sum() == np.isnan(out[0, 1, -1]).sum() == 64
+
+
+def test_rows_whose_scores_are_minus_infinity_weigh_nothing():
+    q, keys, values, seen, counts = prompt(1, 40, 300, 64, "float32", batch=1)
+    keys = keys.copy()
+    keys[0, 0, :300], keys[0, 1] = -np.inf, -np.inf
+    out = np.asarray(attention(np.abs(q), keys, values, seen, counts)[2])
+    without = attention(np.abs(q), keys, values, np.zeros_like(seen), counts)[2]
+    np.testing.assert_array_equal(out[0, 0], without[0, 0])
+    assert not out[0, 1].any()
+    assert out[0, 0].all()
 
 
 def test_arrays_that_do_not_fit_are_an_error_of_xla():
