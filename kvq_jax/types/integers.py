@@ -57,13 +57,18 @@ def positive(name: str, value: Any) -> int:
 
 def check_between(name: str, values: Integers, least: int, most: int) -> None:
     """Raise ValueError, in one line that calls them `name`, if values are outside of [least, most].
-    Traced values are not checked."""
-    if isinstance(values, Tracer):
+    Traced values are not checked, nor those of which other processes hold a part."""
+    if isinstance(values, Tracer) or not _is_here(values):
         return
     host = np.asarray(values)
     outside = (host < least) | (host > most)
     if outside.any():
         raise ValueError(f"{name} must be between {least} and {most}, got {host[outside].flat[0]}")
+
+
+def _is_here(values: Integers) -> bool:
+    on_devices = isinstance(values, jax.Array)
+    return not on_devices or values.is_fully_addressable or values.is_fully_replicated
 
 
 def _array(name: str, values: Integers) -> np.ndarray:
