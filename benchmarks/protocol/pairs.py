@@ -7,9 +7,12 @@ windows: the cache that should win first. `python -m benchmarks.results_page` wr
 
 from __future__ import annotations
 
+import pathlib
+from collections.abc import Sequence
+
 from benchmarks import llama_8b
 from benchmarks.markdown import table, with_interval
-from benchmarks.protocol import front_page
+from benchmarks.protocol import front_page, large_models
 from benchmarks.protocol.front_page import LENGTH
 from benchmarks.protocol.large_models import CONTEXT
 from benchmarks.protocol.report import ProtocolReport, Row
@@ -18,6 +21,7 @@ from kvq_tools.evaluation.protocol import READINGS, WORDS
 
 FILE = RESULTS / "pairs.md"
 SOURCES = front_page.FILE, front_page.OTHER_FILE
+MULTI_HEAD_FILE = RESULTS / "protocol_smollm2_multi_head.json"
 KIVI, NUQ = "kivi:bits={}", "kvquant:bits={}"
 PAIRS = (
     *((f"squat{which}", KIVI.format(2)) for which in (":bits=2", "_pre:bits=2,rank=60")),
@@ -46,6 +50,10 @@ PAIRS = (
     ("block_gtq", KIVI.format(3)),
     ("block_gtq:bits=2", "turboquant:bits=2"),
 )
+MULTI_HEAD = (
+    *((f"xquant:bits={bits}", KIVI.format(2)) for bits in (2, 3, 4)),
+    *(("xquant:bits=4", other) for other in ("turboquant:bits=3", "int4", KIVI.format(4))),
+)
 INTRODUCTION = f"""\
 # The papers' methods in pairs
 
@@ -54,22 +62,36 @@ that of another on the same windows, which are of other domains than the calibra
 windows and contexts of {LENGTH} tokens. Brackets are 95 % intervals, t, of the logs of the ratios,
 widened by rounding; in bold if they leave out 1. Bits are resident, for one sequence of
 {CONTEXT // 1024}K tokens of {llama_8b.NAME}."""
+OWN_HEADS = f"""\
+## If each query head has its KV head
+
+XQuant's headline is about such models: keys and values take twice the bytes of a layer's input. No
+small one can be had, so `python -m laboratory.multi_head` converts a model, with equal outputs.
+Bits are of {large_models.MULTI_HEAD}."""
 
 
 def contents() -> str:
     """Render the page from the reports that are there."""
-    files = [file for file in SOURCES if file.is_file()]
+    parts = [INTRODUCTION, *_section(SOURCES, PAIRS)]
+    if MULTI_HEAD_FILE.is_file():
+        parts += [OWN_HEADS, *_section((MULTI_HEAD_FILE,), MULTI_HEAD)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _section(sources: Sequence[pathlib.Path], pairs: Sequence[tuple[str, str]]) -> tuple[str, str]:
+    """Return the table of these reports, and where their numbers are."""
+    files = [file for file in sources if file.is_file()]
     reports = [ProtocolReport.read(file) for file in files]
     columns = [(report, reading) for report in reports for reading in READINGS]
-    filled = [column for column in columns if any(_row(*column, cache) for cache, _ in PAIRS)]
+    filled = [column for column in columns if any(_row(*column, cache) for cache, _ in pairs)]
     head = (
         *("cache", "bits", "over", "bits"),
         *(f"{report.model}, {WORDS[reading]}" for report, reading in filled),
     )
-    lines = [line for pair in PAIRS if any((line := _line(pair, filled))[4:])]
+    lines = [line for pair in pairs if any((line := _line(pair, filled))[4:])]
     pages = zip(reports, files, strict=True)
     links = ", ".join(f"[{report.model}]({file.stem}.md)" for report, file in pages)
-    return "\n\n".join((INTRODUCTION, table(head, lines), f"All numbers: {links}.")) + "\n"
+    return table(head, lines), f"All numbers: {links}."
 
 
 def _line(pair: tuple[str, str], columns: list[tuple[ProtocolReport, str]]) -> tuple[str, ...]:
