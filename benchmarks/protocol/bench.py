@@ -8,10 +8,12 @@ import itertools
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
+from tqdm import tqdm
 
 import kvq_jax as kvq
 from benchmarks.model_names import shown
@@ -141,6 +143,7 @@ class Bench:
             sizes,
             reading,
             self.hidden.setdefault(context, {}),
+            _progress,
         )
         seconds = (time.process_time() - started) / len(group)
         jax.clear_caches()  # programs of other caches are not needed again
@@ -221,6 +224,11 @@ def _groups(rows: Sequence[Wanted]) -> list[list[Wanted]]:
         size = TOGETHER[reading]
         groups += [chosen[at : at + size] for at in range(0, len(chosen), size)]
     return groups
+
+
+def _progress(items: Sequence[Any], message: str) -> Iterable[Any]:
+    """Show a bar, also in a file, where each minute has one."""
+    return tqdm(items, desc=message, mininterval=0.5 if sys.stderr.isatty() else 60)
 
 
 def _calibration_sizes(command: str) -> list[str]:

@@ -9,7 +9,7 @@ import kvq_jax as kvq
 from kvq_models.inference.memory import CACHE_DTYPE
 from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli import cache_sizes, inputs, text_input
-from kvq_tools.cli.console import UserError, check_finite, input_errors, print_json
+from kvq_tools.cli.console import UserError, bar, check_finite, input_errors, print_json
 from kvq_tools.cli.model_loading import load_model, prepared
 from kvq_tools.cli.tables import print_line, print_table
 from kvq_tools.evaluation.intervals import Estimate
@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> None:
     models = prepared(load_model(options), specs, files)
     kept, measured = {}, {}
     for reading in READINGS:
-        measured[reading] = measure(models, rows, range(len(rows)), sizes, reading, kept)
+        measured[reading] = measure(models, rows, range(len(rows)), sizes, reading, kept, bar)
     names = [name for name, _ in options.cache]
     result = {
         "model": options.model,

@@ -29,6 +29,7 @@ import kvq_jax as kvq
 from kvq_jax.layer.regions import Regions
 from kvq_jax.methods.xquant.roofline import weight_bytes
 from kvq_jax.types.array_types import ModelDims
+from kvq_models.calibration.progress import Progress
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import HiddenBTD
 from kvq_tools.evaluation.intervals import (
@@ -206,20 +207,35 @@ def measure(
     sizes: Sizes,
     reading: Reading,
     kept: dict[int, HiddenBTD],
+    progress: Progress[Any] | None = None,
 ) -> list[Measured]:
     """Measure caches that are prepared alike on the windows of all texts, in the order of the
-    texts. headline: the windows of the headline. kept: as in `measure_rows`."""
+    texts. headline: the windows of the headline. kept, progress: as in `measure_rows`."""
     common: dict[str, Any] = {"prompt": prompt_of(reading, sizes), "scored": sizes.scored}
-    qualities = measure_rows(candidates, rows, batch=BATCH, kept=kept, **common)
+    shown, shown_again = (_naming(progress, WORDS[reading] + end) for end in ("", ", once more"))
+    qualities = measure_rows(candidates, rows, batch=BATCH, kept=kept, progress=shown, **common)
     first = np.arange(0, len(rows), sizes.windows)
     exact = {0: jnp.stack([kept[i // BATCH][i % BATCH] for i in first.tolist()])}
     again = measure_rows(
-        candidates, rows[first], batch=len(first), step=AGAIN_STEP, kept=exact, **common
+        candidates,
+        rows[first],
+        batch=len(first),
+        step=AGAIN_STEP,
+        kept=exact,
+        progress=shown_again,
+        **common,
     )
     return [
         _measured(quality, once_more.kl, first, headline)
         for quality, once_more in zip(qualities, again, strict=True)
     ]
+
+
+def _naming(progress: Progress[Any] | None, words: str) -> Progress[Any] | None:
+    """Return a progress bar whose message goes on with these words."""
+    if progress is None:
+        return None
+    return lambda items, message: progress(items, f"{message} {words}")
 
 
 def _measured(

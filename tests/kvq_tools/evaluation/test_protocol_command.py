@@ -1,12 +1,14 @@
 """`kvq eval --protocol`: equal windows for all caches, both readings, and what it refuses."""
 
+import json
+
 import numpy as np
 import pytest
 
 from kvq_models import EMBEDDED
 from kvq_models.llama.open_checkpoint import read_config
 from kvq_tools.cli.protocol_evaluation import sizes_for
-from kvq_tools.evaluation.protocol import READINGS, RECENT, SINK, ScoredText, Sizes
+from kvq_tools.evaluation.protocol import READINGS, RECENT, SINK, WORDS, ScoredText, Sizes
 
 CACHES = "--cache=int4:sink=1,recent=0", "--cache=int2"
 
@@ -23,8 +25,12 @@ def request_of(tiny, tmp_path):
     return words
 
 
-def test_all_caches_get_the_same_windows_and_both_readings(request_of, run_json):
-    found = run_json(*request_of())
+def test_all_caches_get_the_same_windows_and_both_readings(request_of, run):
+    code, out, err = run(*request_of("--json"))
+    found = json.loads(out)
+    assert code == 0
+    for reading in READINGS:
+        assert err.count(f"evaluating {WORDS[reading]}, ") == 2, "nothing shows how far it is"
     assert found["format"] == "kvq.protocol"
     assert (found["context"], found["scored"]) == (70, 32)
     four, two = found["caches"]
