@@ -150,6 +150,7 @@ def test_a_ratio_of_one_window_has_no_interval_and_is_not_bold(
     one.write(file)
     assert "**" in pairs.contents()
     monkeypatch.setattr(pairs, "SOURCES", (file,))
+    monkeypatch.setattr(pairs, "MULTI_HEAD_FILE", tmp_path / "absent.json")
     text = pairs.contents()
     assert "| `kivi:bits=2` |" in text
     assert "**" not in text
