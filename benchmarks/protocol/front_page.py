@@ -185,7 +185,7 @@ def _note(report: ProtocolReport, results: str, other: ProtocolReport | None) ->
         f"Bits and GiB are resident, for 1 and 16 sequences of {CONTEXT // 1024}K tokens of"
         f" {llama_8b.NAME}: the cache, what its method adds to the model, and the working memory"
         f" of a step. KL to full precision is that of `{report.model}` on"
-        f" {_texts(report)}, with 95 % t intervals over {len(report.headline)} windows. Every cache"
+        f" {_texts(report)}, with 95 % intervals over {len(report.headline)} windows. Every cache"
         f" keeps the first {SINK} and the newest {RECENT} tokens exact, {share:.1%} of what a"
         f" scored token reads (more with blocks of 64 or 128).{readings_said}"
         f"{learned} [All rows]({results}{FILE.stem}.md), [at equal"

@@ -70,7 +70,7 @@ def _said(report: ProtocolReport) -> list[str]:
         " paper's windows; `exact` is the mean share of exact tokens among those that a scored one"
         f" reads, with ! above {MOST_EXACT:.0%}.",
         f"`decoded` prefills {DECODED_FROM} tokens and decodes all others.",
-        "KL in nats per token: mean with a 95 % interval (t, of the logs of windows, widened by the"
+        "KL in nats per token: mean with a 95 % interval over windows (modified Cox, widened by the"
         " rounding that other batches and steps show), median, 99.9th percentile, all over the"
         " windows outside the calibration's domain.",
         f"Bits and GiB are resident, for {report.large_model} at {CONTEXT // 1024}K tokens.",

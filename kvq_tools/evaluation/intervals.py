@@ -1,8 +1,8 @@
-"""95 % intervals of what was measured on a few windows of a text: t intervals.
+"""95 % intervals of what was measured on a few windows of a text, with Student's t.
 
 The windows are the sample, so the interval is about other windows of the same text. With four to
 ten of them, a percentile bootstrap, which spreads too little and forgets the t quantile, holds the
-truth in 76 to 90 % of cases; t intervals in 94 to 95 % (tests/kvq_tools/evaluation/
+truth in 76 to 90 % of cases; these hold it in 94 to 95 % (tests/kvq_tools/evaluation/
 test_intervals.py).
 """
 

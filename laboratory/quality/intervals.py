@@ -1,6 +1,6 @@
 """95 % intervals of means over windows of a text, of ratios, and of shares of answers.
 
-a mean KL                   kl_interval     t, of the logs: windows' KL are positive and skewed
+a mean KL                   kl_interval     modified Cox: windows' KL are positive and skewed
 a ratio of two caches' KL   paired_ratio    t, of the logs of the ratios on the same windows
 nats, cosines, errors       mean_interval   t: the means of windows are nearly symmetric
 a share of answers          share_interval  Clopper and Pearson: 12 of 12 may still err
