@@ -164,7 +164,8 @@ def _verdict(format: Format, device: Any, test: Test, folder: Path) -> Verdict:
     )
     key = hashlib.sha256(repr((device.device_kind, versions, format)).encode()).hexdigest()[:32]
     file = folder / f"{key}.json"
-    with contextlib.suppress(OSError, ValueError, TypeError):  # none yet, or none that can be read
+    # none yet, or none that can be read
+    with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
         return Verdict(**json.loads(file.read_text(encoding="utf-8")))
     # This runs while a step is traced. Nothing is traced in a new thread, so it can compute.
     with concurrent.futures.ThreadPoolExecutor(1) as thread:

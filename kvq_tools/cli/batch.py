@@ -255,7 +255,7 @@ def _answers(path: Path) -> Iterator[tuple[dict[str | int, str], BinaryIO]]:
             try:
                 answer = json.loads(line)
                 keys[answer["id"]] = answer["key"]
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, RecursionError):
                 raise UserError(
                     f"{str(path)!r}, line {number}, is no answer of kvq generate; name another file"
                 ) from None

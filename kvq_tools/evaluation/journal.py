@@ -51,6 +51,6 @@ def _whole_lines(file: pathlib.Path) -> list[dict[str, Any]]:
     for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
         try:
             lines.append(json.loads(line))
-        except ValueError:
+        except (ValueError, RecursionError):
             break
     return lines

@@ -43,6 +43,7 @@ from kvq_models.inference.method_parameters import prepare
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama
 from kvq_tools.evaluation.journal import Journal
+from kvq_tools.evaluation.results import finite
 from kvq_tools.evaluation.run import measure_rows
 from kvq_tools.planning import kept
 from kvq_tools.planning.allocation import SIDES, Costs, Widths, costs_of
@@ -137,8 +138,8 @@ class MeasuredSide(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """A cache measured as a whole: its KL in nats per token, and the prediction from the sum of the
-    sides (None for other methods)."""
+    """A cache measured as a whole: its KL in nats per token, inf if predictions through it are not
+    finite, and the prediction from the sum of the sides (None for other methods)."""
 
     spec: CacheSpec
     kl: float
@@ -165,6 +166,7 @@ class Planner:
         self.calibration = self._calibrated(calibration is not None, text)
         self.prepared = prepare(llama, self.method, self.calibration)
         identity = {
+            "kvq": kvq.__version__,
             "model": self.calibration.model_fingerprint,
             "text": sha256(request.ids),
             "calibration": hashlib.sha256(Path(self.file).read_bytes()).hexdigest(),
@@ -276,11 +278,11 @@ class Planner:
             (quality,) = measure_rows(
                 [(llama, spec)], jnp.asarray(self.request.held_out), prompt=self.request.prompt
             )
-            self.journal.add(f"cache {spec}", {"kl": float(quality.kl.mean())})
-        checked = [
-            Checked(spec, self.journal.rows[f"cache {spec}"]["kl"], ours.get(spec))
-            for spec in specs
-        ]
+            self.journal.add(f"cache {spec}", {"kl": finite(float(quality.kl.mean()))})
+        checked = list[Checked]()
+        for spec in specs:
+            kl = self.journal.rows[f"cache {spec}"]["kl"]
+            checked.append(Checked(spec, math.inf if kl is None else kl, ours.get(spec)))
         return sorted(checked, key=lambda one: one.kl)
 
     def predicted(self, costs: Costs, spec: CacheSpec) -> float:

@@ -279,7 +279,7 @@ def read(path: str | os.PathLike[str]) -> CacheReport:
     if there is no such file."""
     try:
         stored = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # JSON that is nested too deeply, too
         raise ValueError(f"{os.fspath(path)!r} is not JSON: {error}") from error
     if not isinstance(stored, dict) or stored.get("format") != FORMAT:
         written = stored.get("format") if isinstance(stored, dict) else None

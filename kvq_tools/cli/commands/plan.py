@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import bisect
 import itertools
+import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ from kvq_models.llama.checkpoint import load_llama
 from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli import cache_sizes, inputs, interruption, plan_speed, plan_table, text_input
 from kvq_tools.cli.console import UserError, bar, format_bytes, input_errors, loading, print_json
+from kvq_tools.evaluation.results import finite
 from kvq_tools.planning import figure, kept, unmeasured
 from kvq_tools.planning.defaults import (
     KEY_BASES,
@@ -225,10 +227,12 @@ def _measured(
         ]
         caches += [
             described(str(one.spec), level, *size)
-            | {"predicted_kl": one.predicted, "measured_kl": one.kl}
+            | {"predicted_kl": one.predicted, "measured_kl": finite(one.kl)}
             for one in best
         ]
     chosen, planner = min(checked, key=lambda one: one[0].kl)
+    if chosen.kl == math.inf:
+        raise UserError("the model's predictions are finite through no cache of this budget")
     return {
         "text": options.text,
         "calibration": planner.file,
@@ -249,7 +253,7 @@ def prediction(checked: list[Checked]) -> dict[str, Any]:
     factors = [
         max(one.kl / one.predicted, one.predicted / one.kl)
         for one in checked
-        if one.predicted and one.kl > 0
+        if one.predicted and 0 < one.kl < math.inf
     ]
     largest = max(factors, default=1.0)
     return {"factor": largest, "ranks_only": largest > FACTOR}

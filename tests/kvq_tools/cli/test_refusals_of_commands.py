@@ -102,6 +102,7 @@ REFUSED = [
     ("report --from {tmp}/row --window 64 --out {tmp}/o", "leave out --window"),
     # files
     ("report --from {text} --out {tmp}/o", "is not JSON"),
+    ("report --from {tmp}/nested --out {tmp}/o", "is not JSON"),
     ("eval {model} --text {tmp}/none.txt --cache int4", "none.txt"),
     ("calibrate {model} --text {text} --cache kvquant --out {tmp}/none/f", "that exists"),
     ("quantize-weights {model} --bits 3 --text {text} --out .", "exists and is not an empty"),
@@ -133,6 +134,7 @@ def test_bad_input_is_one_line_and_found_before_weights_are_read(
     monkeypatch.setattr(checkpoint, "load_weights", stop)
     monkeypatch.setenv("KVQ_CACHE", str(tmp_path / "cache"))
     os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "nested").write_text("[" * 100_000)
     (tmp_path / "empty").write_text("")
     (tmp_path / "text").write_text("the key of the cat " * 99)
     (tmp_path / "prompts").write_text('"a"\n""\n')

@@ -4,6 +4,7 @@ files are read or refused."""
 import dataclasses
 import itertools
 import json
+import math
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -174,9 +175,18 @@ def test_a_measured_plan_goes_on_from_what_was_measured_and_takes_the_cache_of_t
     monkeypatch.setattr(plan, "LENGTH", 128)
     sizes = "--budget=2bits --window=284 --windows=1 --context=512 --key-basis=best"
     request = f"plan {shallow} --text={PASSAGE} {sizes}"
+    read, measure = list[str](), measuring.measure_rows
+
+    def overflowing_first(candidates, *args, **sizes):
+        (quality,) = measure(candidates, *args, **sizes)
+        read.append(str(candidates[0][1]))
+        return [quality._replace(token_kl=quality.token_kl * (math.nan if len(read) == 1 else 1))]
+
+    monkeypatch.setattr(measuring, "measure_rows", overflowing_first)
     found = run_json(request, "--out", tmp_path / "plan.json", "--picture", tmp_path / "plan.png")
     caches = {cache["name"]: cache for cache in found["caches"]}
     checked = {name: one for name, one in caches.items() if one["measured_kl"] is not None}
+    assert set(read) - set(checked) == {read[0]}, "its predictions are not finite"
     least = min(cache["measured_kl"] for cache in checked.values())
     assert checked[found["chosen"]]["measured_kl"] == least
     assert "turboquant:bits=1,sink=32,recent=96" in checked

@@ -84,7 +84,7 @@ class PrefixFolder:
             return None
         except KeyError as error:
             self.refuse(key, f"it has no {error}")
-        except (SafetensorError, ValueError, TypeError, OSError) as error:
+        except (SafetensorError, ValueError, TypeError, RecursionError, OSError) as error:
             self.refuse(key, error)
         return None
 
