@@ -22,13 +22,16 @@ class GrowingText:
     """The text after a prompt, token by token. Each token is decoded with a few before it, so that
     the cost of a token does not grow with the text.
 
-    The pieces from `add` and `rest` together are the decoded text of the tokens after the prompt.
+    The pieces from `add` and `rest` together are the decoded text of the tokens after the prompt,
+    with the whole of a character that the prompt begins and they end.
     """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int]):
         self._tokenizer = tokenizer
         self._window = list(prompt[-CONTEXT:])  # the newest tokens that have a text
-        self._sent = len(decoded(self._tokenizer, self._window))  # characters of their text
+        text = decoded(self._tokenizer, self._window)
+        self._sent = len(text)  # characters of their text
+        self._begun = len(text) - len(text.rstrip(UNFINISHED))  # of them, those that may change
 
     def add(self, token: int) -> str:
         """Return the new text, or "" if a character is incomplete."""
@@ -36,9 +39,12 @@ class GrowingText:
         if len(text) == self._sent and not decoded(self._tokenizer, [token]):
             return ""  # a special token; the window keeps the tokens before it
         self._window.append(token)
+        if self._begun and not text[: self._sent].endswith(UNFINISHED):
+            self._sent -= self._begun
         kept = text[-MOST_UNFINISHED:].rstrip(UNFINISHED)
         end = max(self._sent, len(text) - len(text[-MOST_UNFINISHED:]) + len(kept))
         new, self._sent = text[self._sent : end], end
+        self._begun = 0 if new else self._begun
         self._shorten(text[end:])
         return new
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvq_tools.cli.console import printable
-from kvq_tools.growing_text import GrowingText, decoded
+from kvq_tools.growing_text import UNFINISHED, GrowingText, decoded
 
 
 class Continuation:
@@ -32,11 +32,11 @@ class Continuation:
         if self._tokenizer is None:
             return " ".join(map(str, ids))
         whole = decoded(self._tokenizer, [*self._prompt, *ids])
-        return (
-            whole.removeprefix(self._before)
-            if whole.startswith(self._before)
-            else decoded(self._tokenizer, ids)
-        )
+        # the tokens may complete a character that the prompt begins
+        for before in (self._before, self._before.rstrip(UNFINISHED)):
+            if whole.startswith(before):
+                return whole.removeprefix(before)
+        return decoded(self._tokenizer, ids)
 
     def push(self, ids: list[int], *, last: bool = False) -> str:
         """Return the new text that later tokens cannot change. `ids` are all tokens so far. An
