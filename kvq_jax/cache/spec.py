@@ -7,7 +7,8 @@
             else 2)
 
 `sink`, `recent`, `block`, `skip_layers` and `subtract_bias` belong to the cache. In a single METHOD
-they are written among its options. `parse(str(spec)) == spec`.
+they are written among its options. In a mixed cache those that a value's preset names override
+those of a key's, and `cache:` both. `parse(str(spec)) == spec`.
 """
 
 from __future__ import annotations
@@ -199,7 +200,7 @@ def _mixed(parts: list[str], text: str) -> tuple[Method, Method, dict[str, str]]
         sides[head] = part.removeprefix(head)
     if "k=" not in sides or "v=" not in sides:
         raise ValueError(f"cache {text!r}: name both sides, k=METHOD+v=METHOD")
-    methods = []
+    methods, windows = list[Method](), dict[str, str]()
     for side in ("k=", "v="):
         name, options = _split(sides[side])
         misplaced = [o for o in CACHE_OPTIONS if o in options]
@@ -212,7 +213,7 @@ def _mixed(parts: list[str], text: str) -> tuple[Method, Method, dict[str, str]]
         if side == "v=":
             _check_value_method(_named(name))
         # a preset may name windows
-        options = {o: text for o, text in options.items() if o not in CACHE_OPTIONS}
+        windows |= {o: options.pop(o) for o in CACHE_OPTIONS if o in options}
         methods.append(_method(name, options))
     cache = _split("cache:" + sides["cache:"])[1] if "cache:" in sides else {}
     unknown = [o for o in cache if o not in CACHE_OPTIONS]
@@ -220,7 +221,7 @@ def _mixed(parts: list[str], text: str) -> tuple[Method, Method, dict[str, str]]
         raise ValueError(
             f"unknown cache option {unknown[0]!r}; options: {', '.join(CACHE_OPTIONS)}"
         )
-    return methods[0], methods[1], cache
+    return methods[0], methods[1], windows | cache
 
 
 def _split(text: str) -> tuple[str, dict[str, str]]:

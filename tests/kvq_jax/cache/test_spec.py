@@ -251,3 +251,14 @@ def test_sizes_may_be_integers_of_numpy():
 def test_dimensions_of_no_model_are_refused(sizes: dict[str, int], message: str):
     with pytest.raises(ValueError, match=message):
         kvq.init_cache("kivi", dataclasses.replace(DIMS, **sizes), 1, 64)
+
+
+def test_the_windows_of_a_preset_hold_in_a_mixed_cache_too():
+    alone, mixed = kvq.parse("squat:preset=lm-eval"), kvq.parse("k=squat:preset=lm-eval+v=kivi")
+    assert (mixed.k, mixed.sink, mixed.recent) == (alone.k, alone.sink, alone.recent)
+    assert mixed.recent != kvq.parse("k=squat+v=kivi").recent
+    assert kvq.parse("k=squat:preset=lm-eval+v=kivi+cache:recent=64").recent == 64
+    assert (
+        kvq.parse("k=squat:preset=lm-eval+v=gear:preset=kcvt").block
+        == kvq.parse("gear:preset=kcvt").block
+    )
