@@ -295,12 +295,12 @@ print(*(min(times) for times in zip(*(map(float, run.split()) for run in runs)))
     assert 0 < library < 0.3 * jax_alone, f"JAX {jax_alone:.3f} s, then kvq_jax {library:.3f} s"
 
 
-def test_the_library_weighs_at_most_20_mb_beside_jax(site: pathlib.Path):
-    """With bytecode, as pip installs it, and 2 MB for the kernels, which this wheel has larger
+def test_the_library_weighs_at_most_22_mb_beside_jax(site: pathlib.Path):
+    """With bytecode, as pip installs it, and 3 MB for the kernels, which this wheel has larger
     because it does not optimize them."""
     compileall.compile_dir(site, quiet=2)
     files = [file for file in site.rglob("*") if file.is_file() and file.suffix != ".so"]
-    ours = 2e6 + sum(file.stat().st_size for file in files)
+    ours = 3e6 + sum(file.stat().st_size for file in files)
     of_jax = {"jax", "jaxlib", "ml_dtypes", "numpy", "opt_einsum", "scipy"}
     beside = needed_alone() - of_jax
     assert len(beside) >= 3, "jaxtyping, safetensors and filelock are counted"
@@ -309,4 +309,4 @@ def test_the_library_weighs_at_most_20_mb_beside_jax(site: pathlib.Path):
         for name in beside
         for file in importlib.metadata.files(name) or ()
     )
-    assert 8e6 < ours + theirs < 20e6, f"{ours / 1e6:.1f} MB and {theirs / 1e6:.1f} MB"
+    assert 8e6 < ours + theirs < 22e6, f"{ours / 1e6:.1f} MB and {theirs / 1e6:.1f} MB"

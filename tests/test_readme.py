@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.protocol import front_page
+from kvq_tools.cli.console import format_bytes
 from kvq_tools.cli.main import COMMANDS, build_parser
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -83,9 +84,11 @@ def test_the_table_of_kvq_eval_is_that_of_its_output():
             f"{cache['bits_per_byte']:.4f}",
             f"{cache['kl']:.5f}",
             f"{cache['agreement']:.2%}",
+            f"{cache['quantized_tokens']} of {made['window'] - 1}",
             f"{cache['cache_bytes'] / 2**10:.2f} KiB",
             f"{cache['ratio']:.2f}",
             f"{cache['bits_per_element']:.2f}",
+            *(format_bytes(entry["bytes"]) for entry in cache["resident_by_batch"]),
         )
         line = next(
             (line for line in EVALUATION.splitlines() if line.startswith(f"│ {cache['name']} ")), ""
