@@ -192,11 +192,12 @@ class PolarQuant(Method):
             return DenseCodec("v", dims.head_dim, dtype)
         if dims.head_dim % 2:
             raise ValueError(f"head_dim {dims.head_dim} has no pairs: PolarQuant needs an even one")
-        if self.grid == "global" and self.radius_scale != "linear":
-            raise ValueError(
-                f"radius_scale={self.radius_scale} is for grid=grouped: the steps of a global grid"
-                " are those of the radii"
-            )
+        for option, value in (("radius_scale", "sqrt"), ("cut", "fixed")):
+            if self.grid == "global" and getattr(self, option) == value:
+                raise ValueError(
+                    f"{option}={value} is for grid=grouped: a global grid has the angles of the"
+                    " whole circle and one step of the radii"
+                )
         group = block
         if self.grid == "grouped":
             group = resolve_group(self.group_size, block, "the block of tokens", GROUP)

@@ -91,10 +91,15 @@ def test_angles_around_zero_do_not_waste_the_circle():
     assert error(opposite, "gap") == pytest.approx(error(pairs, "gap"), rel=0.1)
 
 
-def test_square_roots_on_the_global_grid_are_refused_and_no_kernel_reads_them():
+@pytest.mark.parametrize("option", ["radius_scale=sqrt", "cut=fixed"])
+def test_options_of_groups_are_refused_on_the_global_grid(option: str):
     dims = CacheDims(1, 4, 2, 128, 512)
-    with pytest.raises(ValueError, match=r"radius_scale=sqrt is for grid=grouped"):
-        kvq.init_cache("polarquant:grid=global,radius_scale=sqrt", dims, 1, 128)
+    with pytest.raises(ValueError, match=f"{option} is for grid=grouped"):
+        kvq.init_cache(f"polarquant:grid=global,{option}", dims, 1, 128)
+
+
+def test_no_kernel_reads_square_roots():
+    dims = CacheDims(1, 4, 2, 128, 512)
     sqrt, linear = (
         kvq.parse(f"polarquant:radius_scale={s}").layer(0, dims, 256, "bfloat16").k.kernels.reader()
         for s in ("sqrt", "linear")
