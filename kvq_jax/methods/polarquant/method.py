@@ -192,10 +192,10 @@ class PolarQuant(Method):
             return DenseCodec("v", dims.head_dim, dtype)
         if dims.head_dim % 2:
             raise ValueError(f"head_dim {dims.head_dim} has no pairs: PolarQuant needs an even one")
-        for option, value in (("radius_scale", "sqrt"), ("cut", "fixed")):
-            if self.grid == "global" and getattr(self, option) == value:
+        for name, value in (("radius_scale", "sqrt"), ("cut", "fixed")):
+            if self.grid == "global" and getattr(self, name) == value:
                 raise ValueError(
-                    f"{option}={value} is for grid=grouped: a global grid has the angles of the"
+                    f"{name}={value} is for grid=grouped: a global grid has the angles of the"
                     " whole circle and one step of the radii"
                 )
         group = block
