@@ -13,6 +13,7 @@ import functools
 import importlib.util
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,10 @@ SENTENCEPIECE_FILE = "tokenizer.model"
 FAST_TOKENIZER_FILES = (TOKENIZER_FILE, "vocab.json", "merges.txt")
 TOKENIZER_FILES = (*FAST_TOKENIZER_FILES, SENTENCEPIECE_FILE, "tokenizer_config.json")
 TOKENIZER_EXTRAS = ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+# Classes that put the first token before a text as the settings say, whatever the file says, in the
+# versions of transformers (before 5) that write the setting. Files of DeepSeek's distilled models
+# rely on it.
+_BOS_BY_SETTING = re.compile(r"(CodeLlama|Gemma|Llama)Tokenizer(Fast)?")
 
 MIXED_TEXT = """# Prices in 2024, in €\r\n
 | café crème | 3.50 |   | smørrebrød | 12,000.00 |\n\n\n
@@ -88,7 +93,18 @@ def _of_file(directory: Path) -> Any:
     )
     _check_longest(tokenizer, directory)
     check_same_ids(tokenizer, file, directory)
+    _put_first(tokenizer, _object(directory / "tokenizer_config.json"))
     return tokenizer
+
+
+def _put_first(tokenizer: Any, settings: Mapping[str, Any]) -> None:
+    """Make the tokenizer begin texts with its first token, or without it, as its settings say."""
+    wanted, first = settings.get("add_bos_token"), tokenizer.bos_token_id
+    by_setting = _BOS_BY_SETTING.fullmatch(str(settings.get("tokenizer_class")))
+    if not by_setting or not isinstance(wanted, bool) or first is None:
+        return
+    if (tokenizer("a", verbose=False).input_ids[:1] == [first]) != wanted:
+        tokenizer.add_bos_token = wanted
 
 
 def _check_longest(tokenizer: Any, directory: Path) -> None:

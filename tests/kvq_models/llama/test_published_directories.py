@@ -10,7 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    pre_tokenizers,
+    processors,
+)
 
 from kvq_models.llama import hf_names
 from kvq_models.llama.checkpoint import load_llama, open_checkpoint, read_config, save_llama
@@ -84,6 +92,31 @@ def test_a_token_that_only_the_settings_call_special_is_no_contradiction(tmp_pat
     file.add_tokens([AddedToken("<|im_start|>", special=False)])
     save_tokenizer(tmp_path, file, additional_special_tokens=["<|im_start|>"])
     assert load_tokenizer(tmp_path)(MIXED_TEXT).input_ids == file.encode(MIXED_TEXT).ids
+
+
+@pytest.mark.parametrize(
+    ("settings", "in_file", "begins"),
+    [
+        ({"tokenizer_class": "LlamaTokenizerFast", "add_bos_token": True}, False, True),
+        ({"tokenizer_class": "LlamaTokenizer", "add_bos_token": False}, True, False),
+        ({"tokenizer_class": "LlamaTokenizerFast"}, True, True),
+        ({"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": True}, False, False),
+        ({"tokenizer_class": "Qwen2Tokenizer", "add_bos_token": False}, True, True),
+    ],
+)
+def test_a_text_begins_with_the_first_token_as_the_class_of_the_settings_has_it(
+    settings: dict, in_file: bool, begins: bool, tmp_path: pathlib.Path
+):
+    """DeepSeek's distilled models say add_bos_token, and their tokenizer.json adds no token."""
+    file = byte_level("<bos>")
+    first = file.token_to_id("<bos>")
+    if in_file:
+        file.post_processor = processors.TemplateProcessing("<bos> $A", None, [("<bos>", first)])
+    save_tokenizer(tmp_path, file, bos_token="<bos>", **settings)
+    tokenizer = load_tokenizer(tmp_path)
+    text = file.encode("in 123", add_special_tokens=False).ids
+    assert tokenizer("in 123").input_ids == [first] * begins + text
+    assert tokenizer("in 123", add_special_tokens=False).input_ids == text
 
 
 def test_no_text_is_cut_or_padded_because_a_file_was_saved_so(tmp_path: pathlib.Path):
