@@ -70,6 +70,9 @@ def load_tokenizer(directory: Path) -> Any:
                 directory, local_files_only=True, trust_remote_code=False
             )
             _check_longest(tokenizer, directory)
+            if not fast:  # a tokenizer.model does not say it, and these are the defaults
+                defaults = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True}
+                _put_first(tokenizer, defaults | _object(directory / "tokenizer_config.json"))
     except CheckpointError:
         raise
     except Exception as error:  # the tokenizers library raises nothing narrower for a broken file
@@ -172,9 +175,9 @@ def named_end(directory: Path, added: Mapping[str, int]) -> int | None:
     return None
 
 
-def _object(path: Path) -> Mapping[str, Any]:
+def _object(path: Path) -> dict[str, Any]:
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
-    return fields if isinstance(fields, Mapping) else {}
+    return fields if isinstance(fields, dict) else {}

@@ -199,3 +199,8 @@ def test_a_sentencepiece_tokenizer_alone_is_read(saved, tmp_path):
     ids = tokenizer(text, add_special_tokens=False).input_ids
     assert tokenizer.decode(ids) == text
     assert ids == model.encode(text), "the text is cut in another way"
+    assert tokenizer(text).input_ids == [model.bos_id(), *ids]
+    (saved / "tokenizer_config.json").unlink()
+    assert load_llama(saved)[1](text).input_ids == [model.bos_id(), *ids]
+    (saved / "tokenizer_config.json").write_text('{"add_bos_token": false}')
+    assert load_llama(saved)[1](text).input_ids == ids
