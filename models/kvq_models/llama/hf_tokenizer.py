@@ -149,7 +149,8 @@ def check_same_ids(tokenizer: Any, file: Any, directory: Path) -> None:
 
 def added_tokens(directory: Path) -> dict[str, int]:
     """Return the ids of the tokens that were added to the vocabulary (special ones among them), by
-    their text. A broken file has none: `load_tokenizer` names it."""
+    their text, except Gemma's </s>, which is HTML. A broken file has none: `load_tokenizer` names
+    it."""
     stated = _object(directory / "tokenizer_config.json").get("added_tokens_decoder")
     if isinstance(stated, Mapping) and stated:
         entries = [(number, entry) for number, entry in stated.items()]
@@ -157,21 +158,29 @@ def added_tokens(directory: Path) -> dict[str, int]:
         listed = _object(directory / TOKENIZER_FILE).get("added_tokens")
         listed = listed if isinstance(listed, list) else []
         entries = [(one.get("id"), one) for one in listed if isinstance(one, Mapping)]
+    end = _named_end(directory)
     return {
         str(entry["content"]): int(str(number))
         for number, entry in entries
-        if isinstance(entry, Mapping) and "content" in entry and str(number).isdecimal()
+        if isinstance(entry, Mapping)
+        and "content" in entry
+        and str(number).isdecimal()
+        and (entry.get("special", True) or entry["content"] != "</s>" or end == "</s>")
     }
 
 
 def named_end(directory: Path, added: Mapping[str, int]) -> int | None:
     """Return the id of the end-of-sequence token that the tokenizer's files name, if it is an added
     token."""
+    return added.get(_named_end(directory) or "")
+
+
+def _named_end(directory: Path) -> str | None:
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         token = _object(directory / name).get("eos_token")
         text = token.get("content") if isinstance(token, Mapping) else token
         if isinstance(text, str):
-            return added.get(text)
+            return text
     return None
 
 

@@ -167,6 +167,24 @@ def test_generation_ends_at_the_end_tokens_of_all_files(saved: pathlib.Path):
     assert read_config(saved).eos_token_ids == (11, 12, SIZES["eos_token_id"], 7)
 
 
+@pytest.mark.parametrize("place", ["tokenizer_config.json", "tokenizer.json"])
+def test_html_that_looks_like_an_end_ends_nothing(place: str, saved: pathlib.Path):
+    """Gemma's vocabulary has the ordinary token </s>, which closes struck-out text."""
+    tokenizer = byte_level("<eos>")
+    tokenizer.add_tokens([AddedToken("</s>", special=False)])
+    ends = {text: tokenizer.token_to_id(text) for text in ("<eos>", "</s>")}
+    decoder = {str(i): {"content": t, "special": t == "<eos>"} for t, i in ends.items()}
+    settings = {"added_tokens_decoder": decoder} if place == "tokenizer_config.json" else {}
+    save_tokenizer(saved, tokenizer, eos_token="<eos>", **settings)
+    assert read_config(saved).eos_token_ids == (SIZES["eos_token_id"], ends["<eos>"])
+    save_tokenizer(saved, tokenizer, eos_token="</s>", **settings)
+    assert read_config(saved).eos_token_ids == (SIZES["eos_token_id"], ends["</s>"])
+    if place == "tokenizer_config.json":
+        decoder[str(ends["</s>"])]["special"] = True
+        save_tokenizer(saved, tokenizer, eos_token="<eos>", added_tokens_decoder=decoder)
+        assert read_config(saved).eos_token_ids[1:] == tuple(ends.values())
+
+
 @pytest.mark.parametrize(
     ("fields", "wanted"),
     [
