@@ -48,3 +48,12 @@ def token_ids(fields: Mapping[str, Any], name: str) -> tuple[int, ...]:
     value = fields.get(name)
     values = [] if value is None else value if isinstance(value, list) else [value]
     return tuple(typed(name, one, int) for one in values)
+
+
+def quantization_fields(hf: Mapping[str, Any]) -> Any:
+    """Return what config.json says about quantization, or None. ModelOpt nests it, and MLX calls it
+    by another name."""
+    names = ("quantization_config", "compression_config", "quantization")
+    fields = next((hf[name] for name in names if hf.get(name)), None)
+    nested = fields.get("quantization") if isinstance(fields, Mapping) else None
+    return {**fields, **nested} if isinstance(nested, Mapping) else fields

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from kvq_jax.files.checksum import SHA256, Checksum
 from kvq_models.llama import fused_tensors, generation_defaults
 from kvq_models.llama.config import LlamaConfig
-from kvq_models.llama.config_fields import token_ids
+from kvq_models.llama.config_fields import quantization_fields, token_ids
 from kvq_models.llama.end_tokens import end_tokens
 from kvq_models.llama.hf_tokenizer import (
     TOKENIZER_EXTRAS,
@@ -31,13 +31,14 @@ from kvq_models.llama.hf_tokenizer import (
 )
 from kvq_models.llama.quantized.groups import GroupedCodes
 from kvq_models.llama.quantized.kv_scales import KVScales, read_kv_scales
-from kvq_models.llama.quantized.quantization_config import quantization_of
+from kvq_models.llama.quantized.quantization_config import OWN_FILES, quantization_of
 from kvq_models.llama.quantized.quantized_weights import QuantizedWeight, gathered
 from kvq_models.llama.quantized.raw_tensors import RawTensors
 from kvq_models.llama.stored_tensor import NUMBERS, CheckpointError, StoredTensor, first_line
 from kvq_models.llama.tensor_names import EMBED_NAME, HEAD_NAME
 
 CONFIG_FILES = ("config.json", "generation_config.json")
+INDEX_FILE = "model.safetensors.index.json"
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 
 _PREFIX = "model."
@@ -56,7 +57,7 @@ class HfDirectory:
     def _check_files(self) -> None:
         """Raise CheckpointError if a file of the checkpoint is not a regular file: reading a pipe
         would wait forever."""
-        names = (*CONFIG_FILES, *TOKENIZER_FILES, *TOKENIZER_EXTRAS, "model.safetensors.index.json")
+        names = (*CONFIG_FILES, *OWN_FILES, *TOKENIZER_FILES, *TOKENIZER_EXTRAS, INDEX_FILE)
         for path in (
             *(self.directory / name for name in names),
             *sorted(self.directory.glob("*.safetensors")),
@@ -87,8 +88,14 @@ class HfDirectory:
 
     @functools.cached_property
     def fields(self) -> dict[str, Any]:
-        """Return the object in config.json."""
-        return read_json(self.directory / "config.json")
+        """Return the object in config.json, with what a file of its own says about quantization if
+        config.json says nothing."""
+        fields = read_json(self.directory / "config.json")
+        own = [name for name in OWN_FILES if (self.directory / name).exists()]
+        if not own or quantization_fields(fields):
+            return fields
+        stated = {"quant_method": OWN_FILES[own[0]]} | read_json(self.directory / own[0])
+        return fields | {"quantization_config": stated}
 
     @functools.cached_property
     def tensors(self) -> Mapping[str, StoredTensor]:
@@ -185,7 +192,7 @@ class HfDirectory:
         directory = self.directory
         if (directory / "model.safetensors").exists():
             return [directory / "model.safetensors"]
-        index_file = directory / "model.safetensors.index.json"
+        index_file = directory / INDEX_FILE
         if index_file.exists():
             return _indexed_files(index_file)
         files = sorted(directory.glob("*.safetensors"))

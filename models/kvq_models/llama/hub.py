@@ -8,12 +8,13 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from kvq_models.llama.hf_directory import CONFIG_FILES
+from kvq_models.llama.hf_directory import CONFIG_FILES, INDEX_FILE
 from kvq_models.llama.hf_tokenizer import TOKENIZER_EXTRAS, TOKENIZER_FILES
+from kvq_models.llama.quantized.quantization_config import OWN_FILES
 from kvq_models.llama.stored_tensor import CheckpointError, first_line
 from kvq_models.named_models.names import NAMES
 
-WEIGHT_FILES = ("*.safetensors", "model.safetensors.index.json")
+WEIGHT_FILES = ("*.safetensors", INDEX_FILE, *OWN_FILES)
 
 # of a Hub checkpoint: its configuration, also its tokenizer, or also its weights
 Part = Literal["config", "tokenizer", "all"]

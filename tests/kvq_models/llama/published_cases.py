@@ -55,6 +55,10 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[np.ndarray], Encoded]]] = {
         {"quant_method": "fp8", "activation_scheme": "static"},
         partial(scaled, block=(ALL, ALL), shape=lambda grid: grid.reshape(())),
     ),
+    "modelopt": (
+        {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]},
+        partial(scaled, block=(ALL, ALL), shape=lambda grid: grid.reshape(())),
+    ),
     "fbgemm": (
         {"quant_method": "fbgemm_fp8"},
         partial(scaled, block=(1, ALL), scale_dtype=ml_dtypes.bfloat16),

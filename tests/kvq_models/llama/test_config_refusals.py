@@ -71,6 +71,7 @@ QUANTIZATION = [
     ({"quant_method": "hqq", "bits": 4}, "has quant_method='hqq', bits='4', which is not"),
     ({"quant_method": "gptq"}, "quantization_config"),
     ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_method='modelopt'"),
+    ({"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"}, "quant_algo='W4A16_AWQ', which is"),
     (GPTQ | {"bits": 3}, "bits='3', which is not supported; supported: 2 or 4 or 8"),
     (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format='marlin'"),
     (GPTQ | {"group_size": 0}, "group_size='0'"),
@@ -94,6 +95,7 @@ QUANTIZATION = [
     (["gptq"], "no quant_method"),
 ]
 UNSUPPORTED += [({"quantization_config": fields}, message) for fields, message in QUANTIZATION]
+UNSUPPORTED += [({"quantization": {"group_size": 64, "bits": 4}}, "has bits='4', which is not")]
 
 
 def present(fields: dict[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The scales of an fp8 cache that a checkpoint brings are read, checked, and the cache's."""
 
+import json
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from kvq_models.llama.checkpoint import save_llama
 from kvq_models.llama.quantized.kv_scales import NAMES
 from tests.kvq_models.checkpoints import random_tokens
 from tests.kvq_models.llama.published_cases import publish
+from tests.kvq_models.llama.saved_checkpoint import change_config
 
 STATED = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
 SCHEME = {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}}
@@ -92,6 +94,16 @@ def test_scales_are_read_by_the_names_of_all_publishers(
     expected = (np.float32(SCALES[1, of_side]),) * llama.config.num_key_value_heads
     assert llama.config.kv_scales is not None
     assert llama.config.kv_scales[1][0] == expected
+
+
+def test_scales_are_read_where_modelopt_states_them(floats: pathlib.Path, tmp_path: pathlib.Path):
+    checkpoint(floats, tmp_path, NAMES[1])
+    change_config(tmp_path, quantization_config=None)
+    stated = {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(stated))
+    llama, _ = load_llama(tmp_path)
+    assert llama.config.kv_scales is not None
+    assert llama.config.kv_scales[1][0][0] == np.float32(SCALES[1, "k"])
 
 
 def test_each_kv_head_may_have_a_scale(floats: pathlib.Path, tmp_path: pathlib.Path):

@@ -37,7 +37,7 @@ DEQUANTIZED = (
     *("gptq_act_order", "gptq_8_bits", "int4_act_order", "int8_zeros"),
     "fp8_blocks",  # of 40 inputs
 )
-ALIKE = ("float_channel", "float_tensor", "float_block")  # other names of fp8
+ALIKE = ("float_channel", "float_tensor", "float_block", "modelopt")  # other names of fp8
 PACKED: dict[str, Any] = {
     **{name: case for name, case in CASES.items() if name not in (*DEQUANTIZED, *ALIKE)},
     "int8_channel_bf16": (

@@ -1,6 +1,7 @@
 """Checkpoints as they are published quantized: each layout loads as the floats that it stands
 for."""
 
+import json
 import pathlib
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from kvq_models.llama import hf_names
-from kvq_models.llama.checkpoint import load_llama, open_checkpoint, save_llama
+from kvq_models.llama.checkpoint import load_llama, open_checkpoint, read_config, save_llama
 from kvq_models.llama.quantized.gptq import Gptq
 from tests.kvq_models.checkpoints import random_llama, tiny_config
 from tests.kvq_models.llama import published
@@ -36,6 +37,31 @@ def test_a_published_checkpoint_loads_as_the_floats_it_stands_for(
             error = np.linalg.norm(tensor - original[name]) / np.linalg.norm(original[name])
             assert 1e-3 < error < 0.2, name
             assert read.dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    ("case", "file", "stated"),
+    [
+        ("gptq_act_order", "quantize_config.json", {"bits": 4, "group_size": 32, "desc_act": True}),
+        ("awq", "quant_config.json", {"w_bit": 4, "q_group_size": 32, "zero_point": True}),
+        ("modelopt", "hf_quant_config.json", {"quantization": {"quant_algo": "FP8"}}),
+    ],
+)
+def test_what_a_file_of_its_own_says_about_quantization_is_read(
+    case: str, file: str, stated: dict[str, Any], floats: pathlib.Path, tmp_path: pathlib.Path
+):
+    wanted = publish(floats, tmp_path, *CASES[case])
+    change_config(tmp_path, quantization_config=None)
+    (tmp_path / file).write_text(json.dumps(stated))
+    checkpoint = open_checkpoint(tmp_path)
+    assert set(checkpoint.tensors) == set(wanted)
+    np.testing.assert_array_equal(checkpoint.read(f"{Q_PROJ}.weight"), wanted[f"{Q_PROJ}.weight"])
+    other = {"bits": 3, "w_bit": 3, "quantization": {"quant_algo": "NVFP4"}}
+    (tmp_path / file).write_text(json.dumps(stated | other))
+    with pytest.raises(NotImplementedError, match=r"=('3'|'NVFP4'), which is not supported"):
+        read_config(tmp_path)
+    change_config(tmp_path, quantization_config=CASES[case][0])
+    assert read_config(tmp_path), "config.json comes first"
 
 
 def test_a_gptq_zero_of_zero_borrows_from_its_neighbour():

@@ -3,7 +3,8 @@ same for values.
 
 Publishers write one number for all heads of a layer, or one for each KV head. Sources:
 compressed-tensors (`kv_cache_scheme` and self_attn.k_scale), AMD Quark (kv_cache_scheme "static"),
-AutoFP8 (self_attn.kv_scale, of both sides, and k_proj.output_scale).
+AutoFP8 (self_attn.kv_scale, of both sides, and k_proj.output_scale), ModelOpt (kv_cache_quant_algo
+and k_proj.k_scale).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from kvq_models.llama.config_fields import quantization_fields
 from kvq_models.llama.quantized.stored_parts import FLOATS
 from kvq_models.llama.stored_tensor import CheckpointError, StoredTensor
 
@@ -30,10 +32,11 @@ NAMES = (
 def brings_kv_scales(hf: Mapping[str, Any]) -> bool:
     """Return True if config.json says that the files have the scales of an fp8 (E4M3) cache. Other
     schemes, such as int8 or scales of each token, are not used."""
-    fields = hf.get("quantization_config") or hf.get("compression_config")
-    scheme = fields.get("kv_cache_scheme") if isinstance(fields, Mapping) else None
+    stated = quantization_fields(hf)
+    fields = stated if isinstance(stated, Mapping) else {}
+    scheme = fields.get("kv_cache_scheme")
     if not isinstance(scheme, Mapping):
-        return scheme == "static"
+        return scheme == "static" or fields.get("kv_cache_quant_algo") == "FP8"
     return (
         scheme.get("type") == "float"
         and scheme.get("num_bits") == 8

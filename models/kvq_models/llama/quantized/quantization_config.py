@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from kvq_models.llama.config_fields import quantization_fields
 from kvq_models.llama.quantized.awq import Awq
 from kvq_models.llama.quantized.dense_and_sparse import METHOD as DENSE_AND_SPARSE
 from kvq_models.llama.quantized.dense_and_sparse import DenseAndSparse
@@ -23,9 +24,16 @@ from kvq_models.llama.quantized.scaled_codes import PER_OUTPUT, PER_TENSOR, Bloc
 from kvq_models.llama.quantized.stored_parts import Layout
 
 METHODS = (
-    "fp8, fbgemm_fp8, compressed-tensors, awq, gptq, bitsandbytes (4 bits), mxfp4,"
+    "fp8, fbgemm_fp8, compressed-tensors, awq, gptq, bitsandbytes (4 bits), mxfp4, modelopt (FP8),"
     f" {DENSE_AND_SPARSE}"
 )
+_SUPPORTED = f"unquantized checkpoints, {METHODS}, or a GGUF file of the model"
+# Files beside config.json in which tools state it, too, or alone, with the method they leave out.
+OWN_FILES = {
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+    "hf_quant_config.json": "modelopt",
+}
 _INTS = {"int": "I8", "float": "F8_E4M3"}
 _CODES = {
     "int-quantized": ("int",),
@@ -57,7 +65,7 @@ class Quantization:
 def quantization_of(hf: Mapping[str, Any]) -> Quantization | None:
     """Return what quantization_config says, or None without one. Raise NotImplementedError, in one
     line, for a method or a setting that is not read."""
-    fields = hf.get("quantization_config") or hf.get("compression_config")
+    fields = quantization_fields(hf)
     if fields is None:
         return None
     stated = fields if isinstance(fields, Mapping) else {}
@@ -71,10 +79,11 @@ def quantization_of(hf: Mapping[str, Any]) -> Quantization | None:
         "gptq": _gptq,
         "bitsandbytes": _bitsandbytes,
         "mxfp4": lambda _: Mxfp4(),
+        "modelopt": _modelopt,
         DENSE_AND_SPARSE: _dense_and_sparse,
     }
     if method.lower() not in readers:
-        raise _refusal(stated, f"unquantized checkpoints, {METHODS}, or a GGUF file of the model")
+        raise _refusal(stated, _SUPPORTED)
     return Quantization(
         ((_EVERY_LINEAR, readers[method.lower()](stated)),),
         _left_out(stated),
@@ -91,6 +100,14 @@ def _fp8(fields: Mapping[str, Any]) -> Layout:
     elif "weight_block_size" not in fields:
         blocks = (*blocks, (128, 128))  # what transformers takes
     return ScaledCodes("F8_E4M3", blocks)
+
+
+def _modelopt(fields: Mapping[str, Any]) -> Layout:
+    """Return the layout of FP8, which is also that of a quantized KV cache alone: all weights are
+    floats then."""
+    if fields.get("quant_algo") not in ("FP8", None):
+        raise _refusal(fields, _SUPPORTED)
+    return ScaledCodes("F8_E4M3", (PER_TENSOR, PER_OUTPUT))
 
 
 def _awq(fields: Mapping[str, Any]) -> Layout:
@@ -178,7 +195,13 @@ def _scheme(fields: Mapping[str, Any], group: Mapping[str, Any]) -> Layout:
 
 def _left_out(fields: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the modules that the configuration leaves out, under the names of all dialects."""
-    names = ("modules_to_not_convert", "ignored_layers", "ignore", "llm_int8_skip_modules")
+    names = (
+        "modules_to_not_convert",
+        "ignored_layers",
+        "ignore",
+        "exclude_modules",
+        "llm_int8_skip_modules",
+    )
     stated = [module for name in names for module in _strings(fields, name)]
     dynamic = [f"re:{key.removeprefix('-:')}" for key in _strings(fields, "dynamic")]
     for pattern in (*stated, *dynamic):
@@ -245,7 +268,7 @@ def _setting(fields: Mapping[str, Any], name: str, supported: str) -> NotImpleme
 
 
 def _refusal(fields: Mapping[str, Any], supported: str) -> NotImplementedError:
-    names = ("quant_method", "bits", "format", "load_in_4bit", "load_in_8bit")
+    names = ("quant_method", "quant_algo", "bits", "format", "load_in_4bit", "load_in_8bit")
     stated = [f"{name}={str(fields[name])[:40]!r}" for name in names if name in fields]
     return NotImplementedError(
         f"config field quantization_config has {', '.join(stated) or 'no quant_method'}, which is"
