@@ -4,6 +4,7 @@ older one."""
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -229,7 +230,12 @@ def _extended(hf: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any
 
 
 def _yarn_fields(hf: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    return _extended(hf, fields) | {
+    extended = _extended(hf, fields)
+    times = optional(fields, "attn_factor", float, None)
+    if extended["attention_factor"] is None and times is not None:
+        # YaRN's own code, vLLM and llama.cpp multiply YaRN's factor by it; transformers ignores it
+        extended["attention_factor"] = times * (1 + 0.1 * math.log(max(extended["factor"], 1.0)))
+    return extended | {
         "beta_fast": optional(fields, "beta_fast", float, 32.0),
         "beta_slow": optional(fields, "beta_slow", float, 1.0),
         "mscale": optional(fields, "mscale", float, None),

@@ -54,6 +54,18 @@ def test_a_written_config_reads_back_equal(fields, rope):
     assert LlamaConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
 
 
+def test_yarns_own_attn_factor_multiplies_its_factor():
+    """DeepSeek-R1-0528-Qwen3-8B, whose rows keep their length."""
+    stated = YARN | {"attn_factor": 0.8782488562869419}
+    config = LlamaConfig.from_hf(QWEN3 | {"rope_scaling": stated})
+    assert config.rope.attention_factor == pytest.approx(1.0, abs=1e-12)
+    assert LlamaConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
+    both = LlamaConfig.from_hf(QWEN3 | {"rope_scaling": stated | {"attention_factor": 1.5}})
+    assert both.rope.attention_factor == 1.5
+    with pytest.raises(ValueError, match="attention_factor=0"):
+        LlamaConfig.from_hf(QWEN3 | {"rope_scaling": YARN | {"attn_factor": 0}})
+
+
 def test_what_a_family_cannot_express_is_not_written():
     for change in ({"qk_norm": True}, {"o_bias": True}):
         config = dataclasses.replace(tiny_config(), **change)
