@@ -43,15 +43,17 @@ def open_checkpoint(path_or_hub_id: str | os.PathLike[str], part: Part = "all") 
 
 
 def _check_kind(directory: Path) -> None:
-    """Raise CheckpointError for a directory of GGUF files, or of a LoRA adapter alone."""
-    if (directory / "config.json").exists():
-        return
-    if files := sorted(directory.glob("*.gguf")):
+    """Raise CheckpointError for a directory of GGUF files, or of a LoRA adapter alone, which may
+    have its model's config.json."""
+    has_config = (directory / "config.json").exists()
+    if not has_config and (files := sorted(directory.glob("*.gguf"))):
         raise CheckpointError(
             f"{str(directory)!r} holds GGUF files and no config.json: give the path of the file,"
             f" such as {str(files[0])!r}"
         )
-    if (directory / "adapter_config.json").exists():
+    weights = {file.name for kind in ("safetensors", "bin") for file in directory.glob(f"*.{kind}")}
+    of_model = has_config and any(not name.startswith("adapter_") for name in weights)
+    if (directory / "adapter_config.json").exists() and not of_model:
         raise CheckpointError(
             f"{str(directory)!r} is a LoRA adapter without its model: merge it into the model"
             " (merge_and_unload in PEFT), and save that"

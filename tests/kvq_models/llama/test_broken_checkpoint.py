@@ -78,6 +78,13 @@ def test_missing_and_malformed_configs_are_named(saved):
     assert "config.json is missing" in refusal(saved)
 
 
+def test_an_adapter_beside_the_configuration_of_its_model_is_named(saved):
+    (saved / "adapter_config.json").write_text("{}")
+    assert load_llama(saved), "the model is here, too"
+    (saved / "model.safetensors").rename(saved / "adapter_model.safetensors")
+    assert "is a LoRA adapter without its model: merge it" in refusal(saved)
+
+
 def test_a_directory_of_another_kind_is_named(saved):
     (saved / "config.json").unlink()
     (saved / "adapter_config.json").write_text("{}")
