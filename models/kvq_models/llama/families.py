@@ -60,7 +60,7 @@ FAMILIES = {
         sliding_window=4096,
         fields=COUNTS,
     ),
-    "mixtral": Family("MixtralForCausalLM", False, False, False, fields=COUNTS),
+    "mixtral": Family("MixtralForCausalLM", False, False, False, rope_theta=1e6, fields=COUNTS),
     "granite": Family("GraniteForCausalLM", fields=MULTIPLIERS),
     "granitemoehybrid": Family(
         "GraniteMoeHybridForCausalLM",
@@ -68,7 +68,12 @@ FAMILIES = {
         mlp_width="shared_intermediate_size",
         fields=MULTIPLIERS,
     ),
-    "smollm3": Family("SmolLM3ForCausalLM", fields=("no_rope_layers", "no_rope_layer_interval")),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM",
+        tied=True,
+        rope_theta=2e6,
+        fields=("no_rope_layers", "no_rope_layer_interval"),
+    ),
     "olmo2": Family(
         "Olmo2ForCausalLM",
         mlp_bias=False,

@@ -3,8 +3,13 @@ published: fields that are left out and older spellings."""
 
 import math
 
+import pytest
+from transformers import AutoConfig
+
 from kvq_jax.layer.attention import Attention
 from kvq_models.llama.config import LlamaConfig
+from kvq_models.llama.families import FAMILIES
+from tests.kvq_models.checkpoints import CASES, SIZES
 
 GEMMA3_270M = {
     "architectures": ["Gemma3ForCausalLM"],
@@ -129,3 +134,17 @@ def test_gpt_oss_has_sinks_in_all_layers_and_a_window_in_every_other():
     assert config.experts is not None
     assert (config.experts.swiglu_limit, config.experts.swiglu_alpha) == (7.0, 1.702)
     assert not config.rope.truncate
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_rope_and_a_tie_that_are_not_stated_are_those_of_transformers(model_type: str):
+    case = next(case for case in CASES.values() if case.model_type == model_type)
+    fields = SIZES | case.fields | {"model_type": model_type, "tie_word_embeddings": None}
+    config = LlamaConfig.from_hf(fields)
+    del fields["tie_word_embeddings"]
+    theirs = AutoConfig.for_model(**fields)
+    rope = theirs.rope_parameters
+    if config.local_rope is not None:
+        assert config.local_rope.theta == rope["sliding_attention"]["rope_theta"]
+    assert config.rope.theta == rope.get("full_attention", rope)["rope_theta"]
+    assert config.tie_word_embeddings == theirs.tie_word_embeddings
