@@ -19,11 +19,13 @@ from kvq_models.llama.lazy_tokenizer import LazyTokenizer
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _BEFORE = r"[^\r\n\p{L}\p{N}]?"
 _LETTERS = rf"{_BEFORE}\p{{L}}+"
-# words of GPT-4o, which end before a capital: letters that may be capitals, then ones that are not
+# words of GPT-4o and Mistral, which end before a capital: letters that may be capitals, then ones
+# that are not
 _MARKS = r"\p{Lm}\p{Lo}\p{M}"  # letters without case, and marks, are both
 _UPPER, _LOWER = rf"[\p{{Lu}}\p{{Lt}}{_MARKS}]", rf"[\p{{Ll}}{_MARKS}]"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _REST = rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
+_PATHS = rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
 
 # Patterns that split text before merging, by their names in the field tokenizer.ggml.pre. None is
 # GPT-2's own. "digits" is GPT-2's with each digit apart. Other names are refused, because a wrong
@@ -35,7 +37,8 @@ PRE_TOKENIZERS = {
     "qwen2": rf"{_CONTRACTIONS}|{_LETTERS}|\p{{N}}|{_REST}",
     "gpt-4o": rf"{_BEFORE}{_UPPER}*{_LOWER}+{_CONTRACTIONS}?"
     rf"|{_BEFORE}{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
-    rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}",
+    rf"|\p{{N}}{{1,3}}|{_PATHS}",
+    "tekken": rf"{_BEFORE}{_UPPER}*{_LOWER}+|{_BEFORE}{_UPPER}+{_LOWER}*|\p{{N}}|{_PATHS}",
 }
 PRE_TOKENIZERS["dbrx"] = PRE_TOKENIZERS["llama-bpe"]  # OLMo 2's; merges whole words, too
 # Other names under which llama.cpp splits text in the same way.
@@ -50,7 +53,8 @@ ALIASES = {
 _SPLITS = {name: name for name in PRE_TOKENIZERS}
 _SPLITS |= {alias: name for name, aliases in ALIASES.items() for alias in aliases}
 LONGEST_PIECE = 1024  # characters, at each of which SentencePiece's pieces are split
-WHOLE_WORDS = ("llama-bpe",)  # keep a whole word of the vocabulary, before any merge
+# keep a whole word of the vocabulary, before any merge, and begin with the first token
+WHOLE_WORDS = ("llama-bpe", "tekken")
 COMPOSED = ("qwen2",)  # text in Unicode's form NFC, in files of this name itself
 
 # Special tokens of Phi-3 that keep the spaces behind them. The others do not, as its tokenizer.json
@@ -273,7 +277,7 @@ def _add_template(core: Any, fields: Fields, kind: str, bos: str | None, eos: st
 
     first = fields.get(
         "tokenizer.ggml.add_bos_token",
-        kind == "llama" or _split(fields) == "llama-bpe",
+        kind == "llama" or _split(fields) in WHOLE_WORDS,
     )
     last = fields.get("tokenizer.ggml.add_eos_token", False)
     around = [token if wanted else None for token, wanted in ((bos, first), (eos, last))]
