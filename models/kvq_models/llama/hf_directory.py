@@ -91,10 +91,10 @@ class HfDirectory:
         """Return the object in config.json, with what a file of its own says about quantization if
         config.json says nothing."""
         fields = read_json(self.directory / "config.json")
-        own = [name for name in OWN_FILES if (self.directory / name).exists()]
-        if not own or quantization_fields(fields):
+        names = [name for name in OWN_FILES if (self.directory / name).exists()]
+        if not names or quantization_fields(fields):
             return fields
-        stated = {"quant_method": OWN_FILES[own[0]]} | read_json(self.directory / own[0])
+        stated = {"quant_method": OWN_FILES[names[0]]} | read_json(self.directory / names[0])
         return fields | {"quantization_config": stated}
 
     @functools.cached_property
