@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from kvq_jax.layer import attention as layer_attention
 from kvq_jax.layer.attention import Attention
 from kvq_jax.layer.known_attention import attention_of
-from kvq_jax.layer.known_heads import heads_of
+from kvq_jax.layer.known_heads import head_dim_of, heads_of
 from kvq_jax.types.array_types import ModelDims
 from kvq_jax.types.integers import positive
 
@@ -89,12 +89,25 @@ SIZES = tuple(field.name for field in dataclasses.fields(CacheDims) if field.typ
 
 def dims_of(config: ModelDims) -> CacheDims:
     """Return the dimensions of a model's config that shape its caches, and the attention of its
-    layers. Raise NotImplementedError if kvq does not compute it."""
+    layers. Raise NotImplementedError if kvq does not compute it, and ValueError if the config lacks
+    a dimension."""
     if isinstance(config, CacheDims):
         return config
     heads = tuple(LayerHeads(*layer) for layer in heads_of(config))
     first = dict(zip(("num_key_value_heads", "head_dim"), heads[0], strict=True)) if heads else {}
-    sizes = (int(first[name] if name in first else getattr(config, name)) for name in SIZES)
+
+    def size(name: str) -> int:
+        found = first[name] if name in first else getattr(config, name, None)
+        if found is None and name == "head_dim":
+            found = head_dim_of(config)
+        if found is None:
+            raise ValueError(
+                f"a config of type {type(config).__name__} has no {name}: pass kvq.CacheDims in its"
+                " place"
+            )
+        return int(found)
+
+    sizes = [size(name) for name in SIZES]
     return CacheDims(
         *sizes,
         attention=attention_of(config),

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvq_jax.layer.attention import PLAIN, Attention
-from kvq_jax.layer.known_heads import heads_of
+from kvq_jax.layer.known_heads import head_dim_of, heads_of
 
 # families whose attention is special in a way that no field of their config says
 SPECIAL_FAMILIES = {
@@ -107,4 +107,4 @@ def _scale(config: Any) -> float | None:
         scale = _field(config, "attention_multiplier")
     if scale is None or heads_of(config):  # layers of several head dims
         return scale
-    return None if math.isclose(scale, config.head_dim**-0.5, rel_tol=1e-4) else scale
+    return None if math.isclose(scale, head_dim_of(config) ** -0.5, rel_tol=1e-4) else scale

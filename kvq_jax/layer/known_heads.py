@@ -22,6 +22,13 @@ OF_ALL_LAYERS = frozenset(
 )
 
 
+def head_dim_of(config: Any) -> int:
+    """Return the channels of a head. Configs without a head_dim (Qwen2Config), or with None
+    (MixtralConfig), share the width out to the query heads."""
+    given = getattr(config, "head_dim", None)
+    return config.hidden_size // config.num_attention_heads if given is None else given
+
+
 def heads_of(config: Any) -> tuple[tuple[int, int], ...]:
     """Return (K, H) of each layer, or () if all layers are alike.
 

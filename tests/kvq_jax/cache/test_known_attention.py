@@ -77,6 +77,30 @@ def test_attention_is_read_from_configs(name):
     assert tuple(plan.attention for plan in cache.plans) == (attention or (GLOBAL,) * 2)
 
 
+@pytest.mark.usefixtures("types_unchecked")
+@pytest.mark.parametrize(
+    "name", ["Qwen2Config", "MixtralConfig", "GraniteConfig", "Starcoder2Config"]
+)
+def test_heads_share_the_width_if_a_config_gives_no_head_dim(name):
+    sizes = {field: size for field, size in SIZES.items() if field != "head_dim"}
+    config = getattr(transformers, name)(**sizes | {"hidden_size": 256})
+    assert getattr(config, "head_dim", None) is None, "it would be read"
+    assert kvq.init_cache("kivi:bits=4", config, 1, 64).dims.head_dim == 64
+
+
+@pytest.mark.usefixtures("types_unchecked")
+@pytest.mark.parametrize(
+    ("config", "missing"),
+    [
+        (SIZES, "a config of type dict has no num_hidden_layers"),
+        (transformers.GPT2Config(), "a config of type GPT2Config has no num_key_value_heads"),
+    ],
+)
+def test_a_config_without_a_dimension_is_refused_with_what_to_pass(config, missing):
+    with pytest.raises(ValueError, match=f"{missing}: pass kvq.CacheDims"):
+        kvq.init_cache("kivi:bits=4", config, 1, 64)
+
+
 def test_dimensions_alone_have_plain_attention():
     dims = kvq.CacheDims(2, 4, 2, 32, 128)
     assert kvq.init_cache("kivi:bits=4", dims, 1, 128).plans[0].attention == Attention()
