@@ -27,8 +27,8 @@ def turned(
 ) -> Array | None:
     """Return an array of a call, which `name` says the axes of, as a layer takes it: without
     shift[b] tokens of padding on the left."""
-    if array is None:
-        return None
+    if array is None or name == "sinks":
+        return array
     if name in ("x", "residual"):
         return shifted(array, shift, axis=1)
     return shifted(array if layout == "BNTH" else jnp.swapaxes(array, 1, 2), shift, axis=2)

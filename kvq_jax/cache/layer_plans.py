@@ -194,9 +194,8 @@ class CachePlan:
                 missing (the message names it), or a named implementation cannot run.
         """
         check_held(cache)
-        arrays = dict(q=q, k=k, v=v, q_pre=q_pre, k_pre=k_pre, x=x, residual=residual)
+        arrays = dict(q=q, k=k, v=v, q_pre=q_pre, k_pre=k_pre, x=x, residual=residual, sinks=sinks)
         inputs, shift = self._inputs(cache, arrays, rope, lengths, layout, padding)
-        inputs = dataclasses.replace(inputs, sinks=sinks)
         asked = self._attending(scale, window, soft_cap, sinks, lse)
         out, after = asked._run(cache, inputs, parameters, prefill, implementation)
         out = unshifted(out, shift, axis=2)
@@ -323,12 +322,12 @@ class CachePlan:
         check_split(self.placement, arrays)
         tokens = arrays["q"].shape[2 if layout == "BNTH" else 1]
         check_shapes(self.dims, (cache.lengths.shape[0], tokens), arrays, layout)
+        positions, valid = self._new(cache, tokens, lengths)
         shift = left_padding(tokens, lengths, padding)
         turned_arrays: dict[str, Any] = {n: turned(n, a, layout, shift) for n, a in arrays.items()}
-        positions, valid = self._new(cache, tokens, lengths)
-        names = ("x", "q_pre", "q", "k_pre", "k", "v", "residual")
-        x, q_pre, q, k_pre, k, v, residual = (cast(Any, turned_arrays.get(n)) for n in names)
-        inputs = LayerInputs(x, q_pre, q, k_pre, k, v, positions, valid, rope, residual)
+        names = ("x", "q_pre", "q", "k_pre", "k", "v", "residual", "sinks")
+        x, q_pre, q, k_pre, k, v, *others = (cast(Any, turned_arrays.get(n)) for n in names)
+        inputs = LayerInputs(x, q_pre, q, k_pre, k, v, positions, valid, rope, *others)
         return inputs, shift
 
     def _run(
