@@ -22,6 +22,16 @@ def check_layout(layout: str) -> None:
         raise ValueError(f"{layout=}: choose 'BTNH' or 'BNTH'")
 
 
+def tokens_of(name: str, array: Rows, layout: Layout) -> int:
+    """Return T, the new tokens of an array of heads. Raise ValueError if it is no such array."""
+    check_layout(layout)
+    shape = getattr(array, "shape", ())
+    if len(shape) != 4:
+        given = shape or type(array).__name__
+        raise ValueError(f"{name} must be an array [{', '.join(layout)}], got {given}")
+    return shape[layout.index("T")]
+
+
 def turned(
     name: str, array: Array | None, layout: Layout, shift: Int[Array, " B"] | None
 ) -> Array | None:

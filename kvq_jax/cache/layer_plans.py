@@ -30,6 +30,7 @@ from kvq_jax.cache.call_layout import (
     Rows,
     check_layout,
     left_padding,
+    tokens_of,
     turned,
     unshifted,
 )
@@ -233,7 +234,7 @@ class CachePlan:
         if q is None and parse(self.spec).reads_queries:
             raise ValueError(f"{self.spec!r} reads queries: give append q")
         if q is None:
-            heads, tokens = self.dims.num_attention_heads, k.shape[1 if layout == "BTNH" else 2]
+            heads, tokens = self.dims.num_attention_heads, tokens_of("k", k, layout)
             shape = (len(k), tokens, heads) if layout == "BTNH" else (len(k), heads, tokens)
             q = jnp.zeros((*shape, self.dims.head_dim), k.dtype)
         arrays = dict(q=q, k=k, v=v, k_pre=k_pre, x=x, residual=residual)
@@ -318,10 +319,9 @@ class CachePlan:
     ) -> tuple[LayerInputs, Int[Array, " B"] | None]:
         """Return the arrays of a call as the layer takes them, heads first and padded on the right,
         and the padding on the left that was removed."""
-        check_layout(layout)
-        check_split(self.placement, arrays)
-        tokens = arrays["q"].shape[2 if layout == "BNTH" else 1]
+        tokens = tokens_of("q", arrays["q"], layout)
         check_shapes(self.dims, (cache.lengths.shape[0], tokens), arrays, layout)
+        check_split(self.placement, arrays)
         positions, valid = self._new(cache, tokens, lengths)
         shift = left_padding(tokens, lengths, padding)
         turned_arrays: dict[str, Any] = {n: turned(n, a, layout, shift) for n, a in arrays.items()}

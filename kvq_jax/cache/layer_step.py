@@ -60,9 +60,10 @@ def check_shapes(
     arrays: Mapping[str, Array | None],
     layout: Layout = "BNTH",
 ) -> None:
-    """Raise ValueError if one of the arrays of (B, T) new tokens, by name, does not fit the cache,
-    and NotImplementedError if its type tracks the axes of a shard_map, because the loops over a
-    cache start from values that do not. None stands for an array that the caller does not have."""
+    """Raise ValueError if one of the arrays of (B, T) new tokens, by name, does not fit the cache
+    or holds no floats, because attention has the dtype of q. Raise NotImplementedError if its type
+    tracks the axes of a shard_map, because the loops over a cache start from values that do not.
+    None stands for an array, other than q, k and v, that the caller does not have."""
     batch, tokens = new
 
     def of_heads(count: int) -> tuple[int, ...]:
@@ -80,13 +81,17 @@ def check_shapes(
         "sinks": (dims.num_attention_heads,),
     }
     for name, array in arrays.items():
+        if array is None and name not in ("q", "k", "v"):
+            continue
         shape = wanted[name.removesuffix("_pre")]
-        if array is not None and array.shape != shape:
+        given = list(array.shape) if hasattr(array, "shape") else type(array).__name__
+        if given != list(shape):
             raise ValueError(
-                f"{name} must have shape {list(shape)} in this step of this cache, got"
-                f" {list(array.shape)}"
+                f"{name} must have shape {list(shape)} in this step of this cache, got {given}"
             )
-        if array is not None and (axes := jax.typeof(array).manual_axis_type.varying):
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise ValueError(f"{name} must hold floats, such as float32, got {array.dtype}")
+        if axes := jax.typeof(array).manual_axis_type.varying:
             raise NotImplementedError(
                 f"{name} varies over {sorted(axes)} in a shard_map that checks such types: give"
                 " jax.shard_map check_vma=False"

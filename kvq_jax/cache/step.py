@@ -157,9 +157,9 @@ def append_and_attend(
             gone through all layers, or a named implementation cannot run.
     """
     arrays = dict(q=q, q_pre=q_pre, k=k, k_pre=k_pre, v=v, x=x, residual=residual, sinks=sinks)
-    check_split(step.cache.placement, arrays)
     dims = step.cache.dims.at(min(step.layer, len(step.cache.layers) - 1))
     check_shapes(dims, step.positions.shape, arrays)
+    check_split(step.cache.placement, arrays)
     positions, valid = step.positions, step.valid
     inputs = LayerInputs(x, q_pre, q, k_pre, k, v, positions, valid, rope, residual, sinks)
     return through_layer(step, inputs)
