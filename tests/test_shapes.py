@@ -84,7 +84,13 @@ def test_every_annotation_can_be_resolved():
 @pytest.mark.parametrize(
     ("call", "argument"),
     [
-        (lambda: kvq.roundtrip("kivi", ROWS, ROWS[:, :, :16]), "v"),
+        (
+            lambda: kvq.types.LayerInputs(
+                *(None, None, ROWS, None, ROWS, ROWS[:, :, :16]),
+                *(jnp.zeros((2, 32), int), jnp.ones((2, 32), bool), None),
+            ),
+            "v",
+        ),
         (lambda: rotate(ROWS, jnp.zeros((2, 31), int), ROPE), "positions"),
         (lambda: reference.attend(ROWS, ROWS, ROWS[..., :32], jnp.ones((2, 32, 32), bool)), "v"),
         (

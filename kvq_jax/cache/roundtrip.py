@@ -8,16 +8,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from kvq_jax.cache.cache import CacheDims
-from kvq_jax.cache.call_layout import Layout, check_layout
+from kvq_jax.cache.call_layout import Layout, tokens_of
 from kvq_jax.cache.spec import CacheSpec, parse
 from kvq_jax.codecs.codec import TokensAt
 from kvq_jax.layer import cross_layer
 from kvq_jax.layer.attention import PLAIN, Attention
 from kvq_jax.layer.plan import LayerPlan, by_side
+from kvq_jax.methods.base import PerLayer
 from kvq_jax.placement.crossing import explicit_axes
 from kvq_jax.types.array_types import LayerInputs, RowsBKTH, Tree
 
@@ -97,6 +99,7 @@ def roundtrip(
     q: Float[Array, "B _ _ H"] | None = None,
     *,
     layout: Layout = "BNTH",
+    layer: int | None = None,
 ) -> tuple[Float[Array, "B _ _ H"], Float[Array, "B _ _ H"]]:
     """Return keys and values as the body of a cache would return them for the tokens of a prompt.
 
@@ -109,23 +112,49 @@ def roundtrip(
         v: values, as k.
         q: [B, N, T, H] or [B, T, N, H], queries after RoPE, for methods that read them.
         layout: the order of the axes of arguments and results.
+        layer: the number of the layer, for specs that name layers, such as with skip_layers.
 
     Returns:
         (k_hat, v_hat), fp32, in the shape of k.
 
     Raises:
-        ValueError: if a method reads queries and q is None, or the layout is unknown.
+        ValueError: if a method reads queries and q is None, shapes do not fit each other, the
+            layout is unknown, or the spec treats layers differently and `layer` is None.
     """
-    check_layout(layout)
+    tokens_of("k", k, layout)
+    _check_like_k(k, v, q, layout)
+    spec = parse(spec)
+    if layer is None and _names_layers(spec):
+        raise ValueError(f"{str(spec)!r} names layers: give roundtrip the number of one, layer=")
     if layout == "BTNH":
         q = None if q is None else jnp.swapaxes(q, 1, 2)
-        k, v = roundtrip(spec, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), q)
+        k, v = roundtrip(spec, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), q, layer=layer)
         return jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
-    spec = parse(spec)
     if q is None and spec.reads_queries:
         raise ValueError(f"{str(spec)!r} reads queries: give roundtrip q [B, N, T, H]")
     batch, _, tokens, _ = k.shape
     positions = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), (batch, tokens))
     valid, queries = jnp.ones((batch, tokens), bool), k if q is None else q
     inputs = LayerInputs(None, None, queries, None, k, v, positions, valid, None)
-    return roundtrip_layer(spec, inputs)[:2]
+    return roundtrip_layer(spec, inputs, layer=layer or 0)[:2]
+
+
+def _names_layers(spec: CacheSpec) -> bool:
+    """Return True if a spec skips layers or has an option that differs by layer."""
+    values = (getattr(method, f.name) for method in (spec.k, spec.v) for f in method.options())
+    return bool(spec.skip_layers) or any(isinstance(value, PerLayer) for value in values)
+
+
+def _check_like_k(k: Array, v: Array, q: Array | None, layout: Layout) -> None:
+    """Raise ValueError unless v has the shape of k, and q too or with a multiple of its heads."""
+    shape, heads = list(k.shape), layout.index("N")
+    if (given := list(np.shape(v))) != shape:
+        raise ValueError(f"v must have shape {shape}, as k has, got {given}")
+    if q is None:
+        return
+    given = list(np.shape(q))
+    alike = len(given) == 4 and given[heads] % shape[heads] == 0
+    if not alike or given[:heads] + given[heads + 1 :] != shape[:heads] + shape[heads + 1 :]:
+        raise ValueError(
+            f"q must have shape {shape}, as k has, or a multiple of its heads, got {given}"
+        )

@@ -317,6 +317,40 @@ def test_what_is_no_array_of_floats_is_refused_in_a_line(options: dict[str, Any]
 
 
 @pytest.mark.usefixtures("types_unchecked")
+@pytest.mark.parametrize(
+    ("k", "v", "q", "message"),
+    [
+        ((2, 4, 32), (2, 4, 32), None, r"k must be an array \[B, T, N, H\], got \(2, 4, 32\)"),
+        ((2, 4, 2, 32), (2, 4, 1, 32), None, r"v must have shape \[2, 4, 2, 32\].*\[2, 4, 1, 32\]"),
+        ((2, 4, 2, 32), (1, 4, 2, 32), None, r"v must have shape \[2, 4, 2, 32\].*\[1, 4, 2, 32\]"),
+        ((2, 4, 2, 32), (2, 3, 2, 32), None, r"v must have shape \[2, 4, 2, 32\].*\[2, 3, 2, 32\]"),
+        ((2, 4, 2, 32),) * 2
+        + ((2, 3, 4, 32), r"q must have shape \[2, 4, 2, 32\].*\[2, 3, 4, 32\]"),
+        ((2, 4, 2, 32),) * 2
+        + ((2, 4, 3, 32), r"q must have shape \[2, 4, 2, 32\].*\[2, 4, 3, 32\]"),
+    ],
+)
+def test_rows_that_do_not_fit_each_other_make_no_roundtrip(k: Any, v: Any, q: Any, message: str):
+    arrays = [None if shape is None else np.zeros(shape, np.float32) for shape in (k, v, q)]
+    with pytest.raises(ValueError, match=message) as error:
+        kvq.roundtrip("squat:bits=4" if q else "kivi:bits=4", *arrays, layout="BTNH")
+    assert "\n" not in str(error.value)
+
+
+def test_a_roundtrip_is_of_the_layer_that_a_spec_names():
+    rows = jnp.asarray(np.random.default_rng(0).standard_normal((1, 2, 32, 32)), jnp.float32)
+    for spec in ("kivi:skip_layers=0", "waterfill:k_widths=4@0-1/2"):
+        with pytest.raises(ValueError, match=f"{spec}' names layers: give roundtrip .*, layer="):
+            kvq.roundtrip(spec, rows, rows)
+    exact, quantized = (
+        kvq.roundtrip("kivi:bits=2,skip_layers=0", rows, rows, layer=layer)[0] for layer in (0, 1)
+    )
+    np.testing.assert_array_equal(exact, rows)
+    np.testing.assert_array_equal(quantized, kvq.roundtrip("kivi:bits=2", rows, rows)[0])
+    assert row_errors(quantized, rows).max() > 0.1
+
+
+@pytest.mark.usefixtures("types_unchecked")
 def test_no_rows_and_unknown_layouts_are_refused():
     plan, rows = kvq.layer_plan(SPEC, DIMS, layer=0, capacity=64), jnp.zeros((1, 2, 4, 32))
     with pytest.raises(ValueError, match="batch=0 must be an integer of at least 1"):
