@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int
 from kvq_jax.attention import reference
 from kvq_jax.attention.dispatch import Implementation
 from kvq_jax.cache import display
-from kvq_jax.cache.cache import CacheDims, check_held, dims_of, plans, row_dtype
+from kvq_jax.cache.cache import CacheDims, dims_of, plans, row_dtype
 from kvq_jax.cache.call_layout import (
     Layout,
     Padding,
@@ -37,6 +37,7 @@ from kvq_jax.cache.call_layout import (
 from kvq_jax.cache.dims import check_layer
 from kvq_jax.cache.layer_cache import LayerCache
 from kvq_jax.cache.layer_step import (
+    check_made,
     check_parameters,
     check_shapes,
     check_sinks,
@@ -194,7 +195,7 @@ class CachePlan:
             ValueError: in one line, if a shape does not fit, the method needs an array that is
                 missing (the message names it), or a named implementation cannot run.
         """
-        check_held(cache)
+        check_made(cache, self.layer, self.dtype)
         arrays = dict(q=q, k=k, v=v, q_pre=q_pre, k_pre=k_pre, x=x, residual=residual, sinks=sinks)
         inputs, shift = self._inputs(cache, arrays, rope, lengths, layout, padding)
         asked = self._attending(scale, window, soft_cap, sinks, lse)
@@ -230,7 +231,7 @@ class CachePlan:
         Raises:
             ValueError: as `attend`, and if the method reads queries and q is None.
         """
-        check_held(cache)
+        check_made(cache, self.layer, self.dtype)
         if q is None and parse(self.spec).reads_queries:
             raise ValueError(f"{self.spec!r} reads queries: give append q")
         if q is None:
@@ -266,7 +267,7 @@ class CachePlan:
             ValueError: if the body is dealt out to the devices of a mesh, parameters are missing,
                 or the layout is unknown.
         """
-        check_held(cache)
+        check_made(cache, self.layer, self.dtype)
         check_layout(layout)
         if self.layer.regions.shards > 1:
             raise ValueError(

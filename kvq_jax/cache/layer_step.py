@@ -9,16 +9,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+from kvq_jax.arrays.paged import PagedBody
 from kvq_jax.attention import dispatch
 from kvq_jax.attention.dispatch import XLA, Implementation, Route
-from kvq_jax.cache.cache import CacheDims
+from kvq_jax.cache.cache import CacheDims, check_held
 from kvq_jax.cache.call_layout import Layout
+from kvq_jax.cache.layer_cache import LayerCache
 from kvq_jax.cache.parameters import missing_parameters, parameter_axes
 from kvq_jax.cache.spec import parse
 from kvq_jax.cache.update import decode_layer, prefill_layer
@@ -52,6 +55,40 @@ def check_parameters(spec: str, layer: int, plan: LayerPlan, params: Tree, taker
             f"{spec!r} needs parameters for {missing} of layer {layer}:"
             f" kvq.parameters.prepare({spec!r}, dims, {layer}, ...) makes them, {taker} takes them"
         )
+
+
+def check_made(cache: LayerCache, plan: LayerPlan, dtype: str) -> None:
+    """Raise ValueError if a layer's cache was consumed, or another plan made it: one with room for
+    other tokens or with another dtype would be read in silence."""
+    check_held(cache)
+    if not isinstance(cache, LayerCache):
+        raise ValueError(
+            f"a plan takes the LayerCache that its init makes, got {type(cache).__name__}"
+        )
+    rows, given = jnp.shape(cache.lengths), _kinds(cache.state)
+    wanted = _made(plan, rows[0], dtype) if len(rows) == 1 else {}
+    differing = [name for name, kind in wanted.items() if given[name] != kind]
+    if any(isinstance(body, PagedBody) for body in cache.state.body):
+        differing = [name for name in differing if name != "body"]
+    if differing or not wanted:
+        raise ValueError(
+            f"this cache was not made by this plan ({', '.join(differing) or 'lengths'}):"
+            " plan.init(batch) makes one that fits"
+        )
+
+
+@functools.cache
+def _made(plan: LayerPlan, batch: int, dtype: str) -> dict[str, Any]:
+    return _kinds(plan.layout(batch, dtype))
+
+
+def _kinds(state: LayerState) -> dict[str, Any]:
+    """Return the structure, the shapes and the dtypes of each field of a layer's state."""
+
+    def kind(tree: Tree) -> Any:
+        return jax.tree.structure(tree), [(a.shape, a.dtype) for a in jax.tree.leaves(tree)]
+
+    return {f.name: kind(getattr(state, f.name)) for f in dataclasses.fields(state)}
 
 
 def check_shapes(

@@ -1,6 +1,7 @@
 """The cache of one layer is the layer of a cache of all layers, bit for bit, and fits wherever a
 model keeps a layer's keys and values."""
 
+import re
 from typing import Any
 
 import jax
@@ -314,6 +315,40 @@ def test_what_is_no_array_of_floats_is_refused_in_a_line(options: dict[str, Any]
     assert "\n" not in str(error.value)
     with pytest.raises(ValueError, match="k must be an array"):
         plan.append(plan.init(2), [0.0], [0.0])
+
+
+@pytest.mark.usefixtures("types_unchecked")
+@pytest.mark.parametrize(
+    ("made", "differing"),
+    [
+        (dict(spec="kivi:bits=2,recent=8,block=16,sink=2"), "(body)"),
+        (dict(spec="kivi:bits=4,recent=8,block=16,sink=4"), "(sink)"),
+        (dict(capacity=256), "(body)"),
+        (dict(dtype="bfloat16"), "(sink, ring)"),
+        (dict(attention=kvq.Attention(window=8)), "(sink, body, floor)"),
+    ],
+)
+def test_the_cache_of_another_plan_is_refused_in_a_line(made: dict[str, Any], differing: str):
+    """One of another dtype, or with room for more tokens, was read in silence."""
+    asked = dict(spec=SPEC, layer=0, capacity=128, dtype="float32")
+    plan, other = (kvq.layer_plan(dims=DIMS, **(asked | own)) for own in ({}, made))
+    q, k, v = (jnp.zeros((2, 4, heads, 32)) for heads in (4, 2, 2))
+    calls = (
+        lambda cache: plan.attend(cache, q, k, v, prefill=True),
+        lambda cache: plan.append(cache, k, v),
+        plan.read,
+    )
+    whole = kvq.init_cache(SPEC, DIMS, 2, 128, "float32")
+    stacked = jax.tree.map(lambda array: array[None], plan.init(2))
+    for call in calls:
+        for cache, message in (
+            (other.init(2), re.escape(f"not made by this plan {differing}: plan.init")),
+            (stacked, "not made by this plan"),
+            (whole, "takes the LayerCache that its init makes, got Cache"),
+        ):
+            with pytest.raises(ValueError, match=message) as error:
+                call(cache)
+            assert "\n" not in str(error.value)
 
 
 @pytest.mark.usefixtures("types_unchecked")
