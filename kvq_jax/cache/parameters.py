@@ -266,13 +266,23 @@ def _with_calibrated(
 
 
 def _check_weights(weights: LayerWeights, dims: CacheDims) -> None:
-    shape = (dims.hidden_size, dims.num_key_value_heads * dims.head_dim)
-    for name in ("k_kernel", "v_kernel"):
-        if getattr(weights, name).shape != shape:
-            raise ValueError(
-                f"{name} must be [D, K * H] = {list(shape)}, got"
-                f" {list(getattr(weights, name).shape)}"
-            )
+    """Raise ValueError if a weight is not of this layer: a bias of one head would be broadcast."""
+    width, heads = dims.hidden_size, dims.num_key_value_heads * dims.head_dim
+    wanted = {
+        "k_kernel": ("[D, K * H]", [width, heads]),
+        "v_kernel": ("[D, K * H]", [width, heads]),
+        "input_norm": ("[D]", [width]),
+        "k_bias": ("[K * H]", [heads]),
+        "v_bias": ("[K * H]", [heads]),
+        "k_norm": ("[H]", [dims.head_dim]),
+    }
+    for name, (axes, shape) in wanted.items():
+        array = getattr(weights, name)
+        if array is None and name in ("k_bias", "v_bias", "k_norm"):
+            continue
+        given = list(array.shape) if hasattr(array, "shape") else type(array).__name__
+        if given != shape:
+            raise ValueError(f"{name} must be {axes} = {shape}, got {given}")
 
 
 def _token_rows(rows: ArrayLike, dims: CacheDims, name: str) -> Float[np.ndarray, "tokens K H"]:

@@ -1,10 +1,12 @@
 """Parameters of single layers: from calibration rows and from weights, and what is refused by
 name."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -129,3 +131,19 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
 @pytest.mark.parametrize(("call", "message"), REFUSED)
 def test_what_is_missing_or_of_another_model_is_named(call: Callable[[], Any], message: str):
     refused(message, call)
+
+
+@pytest.mark.usefixtures("types_unchecked")
+@pytest.mark.parametrize(
+    ("spec", "weight", "message"),
+    [
+        ("int8:subtract_bias=true", {"k_bias": (32,)}, r"k_bias must be \[K \* H\] = \[64\], got"),
+        ("xquant", {"v_bias": (2, 32)}, r"v_bias must be \[K \* H\] = \[64\], got \[2, 32\]"),
+        ("xquant", {"k_norm": (64,)}, r"k_norm must be \[H\] = \[32\], got \[64\]"),
+        ("xquant", {"input_norm": (64,)}, r"input_norm must be \[D\] = \[128\], got \[64\]"),
+    ],
+)
+def test_weights_of_other_shapes_are_refused(spec: str, weight: dict[str, Any], message: str):
+    """A bias of one head was subtracted from all."""
+    given = {name: jnp.ones(shape) for name, shape in weight.items()}
+    refused(message, prepared, spec, weights=dataclasses.replace(WEIGHTS, **given))
