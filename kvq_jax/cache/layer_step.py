@@ -48,13 +48,27 @@ from kvq_jax.types.integers import check_between, int32, positive
 
 
 def check_parameters(spec: str, layer: int, plan: LayerPlan, params: Tree, taker: str) -> None:
-    """Raise ValueError if parameters that the layer's method needs are missing. `taker` is the call
-    that takes them."""
+    """Raise ValueError if parameters are not those of one layer, or some that the layer's method
+    needs are missing. `taker` is the call that takes them."""
+    if params and not _is_pair(params):
+        raise ValueError(
+            f"parameters of layer {layer} must be a pair (keys, values), which"
+            f" kvq.parameters.prepare returns for one layer: {taker}"
+        )
     if missing := missing_parameters(plan, params):
         raise ValueError(
             f"{spec!r} needs parameters for {missing} of layer {layer}:"
             f" kvq.parameters.prepare({spec!r}, dims, {layer}, ...) makes them, {taker} takes them"
         )
+
+
+def _is_pair(params: Tree) -> bool:
+    """Return True if these are the parameters of two sides, each with named arrays or empty."""
+    return (
+        isinstance(params, tuple | list)
+        and len(params) == 2
+        and all(isinstance(side, Mapping) or not jax.tree.leaves(side) for side in params)
+    )
 
 
 def check_made(cache: LayerCache, plan: LayerPlan, dtype: str) -> None:

@@ -133,6 +133,17 @@ def test_what_is_missing_or_of_another_model_is_named(call: Callable[[], Any], m
     refused(message, call)
 
 
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_plan_takes_the_parameters_of_one_layer(count: int):
+    calibrated = kvq.parameters.calibrate(SPEC, DIMS, 0, rows(), ones(rows()))
+    of_layers = [kvq.parameters.prepare(SPEC, DIMS, 0, calibrated=calibrated)] * count
+    plan = kvq.layer_plan(SPEC, DIMS, layer=0, capacity=64, dtype="float32")
+    message = r"parameters of layer 0 must be a pair \(keys, values\), which kvq.*prepare"
+    refused(message, plan.read, plan.init(1), parameters=of_layers)
+    cache = kvq.init_cache(SPEC, DIMS, 1, 64)
+    refused(message, kvq.begin, cache, 1, prefill=False, parameters=of_layers[0])
+
+
 @pytest.mark.usefixtures("types_unchecked")
 @pytest.mark.parametrize(
     ("spec", "weight", "message"),
