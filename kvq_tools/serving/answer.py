@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal, TypeAlias
 
 from kvq_models.inference.engine.requests import Ended, Event, Likely, PromptRead, Request, Token
@@ -44,7 +44,8 @@ class AnswerPiece:
 class Answer:
     """The text of one choice. `send` gets each piece, in the thread that calls `take`.
 
-    With `echo`, the first piece is the prompt. stops: texts that end the answer.
+    With `echo`, the first piece is the prompt. stops: texts that end the answer. shown_ends: tokens
+    that end it and are reported in its last piece, although they have no text.
     """
 
     def __init__(
@@ -55,15 +56,16 @@ class Answer:
         stops: Sequence[str],
         echo: bool,
         send: Callable[[AnswerPiece], None],
+        shown_ends: Collection[int] = (),
     ):
         self.index, self.request, self.echo, self.send = index, request, echo, send
         self.done = False
         self._tokenizer = tokenizer
         self._text = GrowingText(tokenizer, request.prompt)
-        self._stops = Stops(tuple(stops))
+        self._stops, self._shown_ends = Stops(tuple(stops)), shown_ends
         self._waiting: list[TokenInText] = []  # tokens whose text is not final yet, in order
         self._decoded = self._sent = 0  # characters
-        self._drawn = 0
+        self._drawn, self._end = 0, tuple[Token, ...]()
 
     def take(self, event: Event) -> bool:
         """Send the text of an event. Return True if the answer is done. Further events have no
@@ -112,6 +114,7 @@ class Answer:
     def _token(self, event: Token) -> None:
         self._drawn += 1
         if event.token in self.request.end_ids:
+            self._end = (event,) if event.token in self._shown_ends else ()
             return  # it only marks the end of the text
         self._waiting.append(TokenInText(event.token, event.logprob, event.likely, self._decoded))
         new = self._text.add(event.token)
@@ -125,6 +128,9 @@ class Answer:
     def _finish(self, finish: Finish) -> None:
         rest = self._text.rest()
         self._decoded += len(rest)
+        self._waiting += [
+            TokenInText(end.token, end.logprob, end.likely, self._decoded) for end in self._end
+        ]
         certain, stopped = self._stops.add(rest)
         if stopped:
             self._send(certain, "stop")

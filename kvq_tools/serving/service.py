@@ -157,10 +157,15 @@ class Service:
         echo: bool,
     ) -> Pending:
         pending = Pending(self, Usage(sum(map(len, prompts))), len(requests))
+        # Whoever scores a prompt cuts the drawn token off the end of the list. In a chat the tokens
+        # spell the message.
+        of_text = isinstance(fields, CompletionFields)
+        stops = {self._special.get(stop) for stop in fields.stops}  # of which nothing is sent
+        shown_ends = set(self._end_ids) - stops if of_text else ()
         try:
             self.worker.check(requests)
             answers = [
-                Answer(i, request, self.tokenizer, fields.stops, echo, pending.send)
+                Answer(i, request, self.tokenizer, fields.stops, echo, pending.send, shown_ends)
                 for i, request in enumerate(requests)
             ]
             pending.jobs = self.worker.submit(answers)

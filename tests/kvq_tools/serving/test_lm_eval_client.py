@@ -51,3 +51,22 @@ def test_local_completions_score_and_generate(server: Running, client: openai.Op
         [Instance("generate_until", {}, (PROMPT, until), 0)], disable_tqdm=True
     )
     assert generated == text
+
+
+def test_a_score_is_the_same_if_the_model_would_end_the_text_next(
+    server: Running, model: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """lm-eval cuts the token that it has to let the server draw off the end of the list. A list
+    without the end token would lose the last token that is scored."""
+    pair = PROMPT, " a river"
+    asked = [Instance("loglikelihood", {}, pair, 0)]
+    (plain,) = model.loglikelihood(asked, disable_tqdm=True)
+    context = server.tokenizer(PROMPT, add_special_tokens=False).input_ids
+    ids = server.tokenizer("".join(pair), add_special_tokens=False).input_ids
+    found = server.post(
+        "/v1/completions", {"model": NAME, "prompt": ids, "max_tokens": 1, "temperature": 0}
+    )[1]
+    drawn = server.tokenizer(found["choices"][0]["text"], add_special_tokens=False).input_ids[0]
+    assert len(ids) > len(context)
+    monkeypatch.setattr(server.service, "_end_ids", (drawn,))
+    assert model.loglikelihood(asked, disable_tqdm=True) == [plain]
