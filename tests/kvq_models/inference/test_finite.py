@@ -12,6 +12,8 @@ import kvq_jax as kvq
 from kvq_jax.cache.overflow import Overflow
 from kvq_models import Llama, generate, load_llama, save_llama
 from kvq_models.inference import checked_input
+from kvq_models.inference.engine.engine import Engine
+from kvq_models.inference.engine.requests import Ended, Request
 from kvq_models.llama.stored_tensor import CheckpointError
 from tests.kvq_models.checkpoints import random_llama, tiny_config
 
@@ -83,3 +85,14 @@ def test_a_consumed_cache_says_where_it_went(tmp_path):
             use(cache)
         assert "\n" not in str(refused.value), name
         assert use(taken) is not cache, name
+
+
+@pytest.mark.parametrize("new", [0, 2])
+@pytest.mark.parametrize("scored", [False, True])
+def test_no_prompt_of_numbers_that_are_not_finite_is_told_as_read(new: int, scored: bool):
+    llama = random_llama(tiny_config(num_hidden_layers=1))
+    llama.layers[0].v_proj.kernel[...] = llama.layers[0].v_proj.kernel[...] * jnp.inf
+    engine = Engine(llama, "dense", slots=1, capacity=32, widths=(16,))
+    ticket = engine.submit(Request((1, 2, 3), new, prompt_logprobs=scored))
+    assert engine.advance() == [Ended(ticket, "not-finite")]
+    assert engine.idle

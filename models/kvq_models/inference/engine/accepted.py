@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 
-from kvq_models.inference.engine.requests import Likely, Reason, Request, Ticket, Token
+from kvq_models.inference.engine.requests import Likely, PromptRead, Reason, Request, Ticket, Token
 from kvq_models.inference.row_sampling import Drawn
 from kvq_models.inference.sampling import Sampling
 
@@ -49,6 +49,10 @@ class Accepted:
             self.penalty += 0 if token in self.tokens else asked.presence_penalty
         self.tokens.append(token)
         self.drawn_logprobs.append(logprob)
+
+    def prompt_event(self) -> PromptRead:
+        """Return the event of the prompt, with the scores that were asked for."""
+        return PromptRead(self.ticket, tuple(self.logprobs), tuple(self.likely))
 
     def token_event(self, drawn: Drawn, row: int) -> Token:
         """Return the event of the newest token, which was drawn in this row."""

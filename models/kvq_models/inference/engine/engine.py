@@ -41,7 +41,6 @@ from kvq_models.inference.engine.reading import chunk_of, kinds_of, read_chunk
 from kvq_models.inference.engine.requests import (
     Ended,
     Event,
-    PromptRead,
     QueueFullError,
     Reason,
     Request,
@@ -299,11 +298,11 @@ class Engine:
         if self._sweep is not None:
             self._sweep.fill(self.cache, slot, self._row, accepted)
         drawn = self._fill(slot, logits, accepted)
-        if not accepted.replayed:
-            scores = tuple(accepted.logprobs), tuple(accepted.likely)
-            events.append(PromptRead(accepted.ticket, *scores))
-        if accepted.request.max_new_tokens == 0:
-            self._end(accepted, "length", events)
+        finite = drawn.finite[0] and np.isfinite(accepted.logprobs).all()
+        if finite and not accepted.replayed:
+            events.append(accepted.prompt_event())
+        if not finite or accepted.request.max_new_tokens == 0:
+            self._end(accepted, "length" if finite else "not-finite", events)
         elif self._take(accepted, drawn, 0, events):
             self._slots[slot] = accepted
 

@@ -114,8 +114,9 @@ class QueueFullError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class PromptRead:
-    """The prompt is in the cache. For a request with `prompt_logprobs`: log p of each token given
-    those before it (0 for the first), and the most probable tokens there."""
+    """The prompt is in the cache, and all that was computed of it is finite. For a request with
+    `prompt_logprobs`: log p of each token given those before it (0 for the first), and the most
+    probable tokens there."""
 
     ticket: Ticket
     logprobs: tuple[float, ...] = ()
