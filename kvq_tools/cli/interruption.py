@@ -80,6 +80,11 @@ def promise_json(as_json: Callable[[str], str] | None) -> None:
     _presses.as_json = as_json
 
 
+def json_promised() -> bool:
+    """Return whether stdout still waits for the one object of --json."""
+    return _presses.as_json is not None
+
+
 def done() -> None:
     """Mark the end of the command. A press while the interpreter is torn down then has no
     effect."""

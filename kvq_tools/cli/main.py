@@ -214,9 +214,10 @@ def _check_model(options: argparse.Namespace) -> None:
             read_config(model)
 
 
-def _exit_code(arguments: Sequence[str], error: str, status: int) -> int:
-    """Return the exit code. With --json, also print the error as an object on stdout."""
-    if "--json" in arguments:
+def _exit_code(error: str, status: int) -> int:
+    """Return the exit code. With --json, also print the error as an object on stdout, unless the
+    command has printed its own."""
+    if interruption.json_promised():
         print_json("error", {"error": error, "status": status})
         sys.stdout.flush()
     return status
@@ -275,11 +276,12 @@ def _run(arguments: Sequence[str]) -> int:
                 planned.resolve(options)
             command.run(options)
     except NotFiniteError as error:
-        print(f"kvq: error: {printable(str(error))}", file=sys.stderr)
-        return NOT_FINITE
+        line = printable(str(error))
+        print(f"kvq: error: {line}", file=sys.stderr)
+        return _exit_code(line, NOT_FINITE)
     except UserError as error:
         print(f"kvq: error: {error}", file=sys.stderr)
-        return _exit_code(arguments, str(error), BAD_INPUT)
+        return _exit_code(str(error), BAD_INPUT)
     except (UnwritableError, OSError) as error:
         if isinstance(error, OSError):
             if error.errno not in FULL:
@@ -287,11 +289,11 @@ def _run(arguments: Sequence[str]) -> int:
             error = UnwritableError(error)
         line = printable(str(error))
         print(f"kvq: error: {line}", file=sys.stderr)
-        return _exit_code(arguments, line, BAD_OUTPUT)
+        return _exit_code(line, BAD_OUTPUT)
     except KeyboardInterrupt as error:
         line = interruption.line(*map(str, error.args))
         print(line, file=sys.stderr)
-        return _exit_code(arguments, line.removeprefix("kvq: "), interruption.STATUS)
+        return _exit_code(line.removeprefix("kvq: "), interruption.STATUS)
     return 0
 
 

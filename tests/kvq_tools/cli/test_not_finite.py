@@ -1,6 +1,7 @@
 """If a model computes nan or inf, every command says so in one line and ends with a distinct exit
 status."""
 
+import json
 import pathlib
 
 import jax.numpy as jnp
@@ -47,6 +48,16 @@ def test_a_command_ends_with_a_status_of_its_own(command: str, ended, overflowin
     assert errors == [
         f"kvq: error: the model computed numbers that are not finite (nan or inf) with {CACHE}"
     ], err
+
+
+def test_a_prompt_that_is_not_saved_is_an_object_too(run, overflowing, tmp_path):
+    out = tmp_path / "prompt.safetensors"
+    asked = f"prefill {overflowing} --prompt='{PROMPT}' --cache={CACHE} --out {out} --json"
+    code, found, err = run(asked)
+    assert (code, out.exists()) == (3, False), err
+    told = json.loads(found)
+    assert (told["format"], told["status"]) == ("kvq.error", 3)
+    assert f"kvq: error: {told['error']}\n" in err
 
 
 def test_the_same_model_before_its_weights_grew_ends_well(ended, model: pathlib.Path):
