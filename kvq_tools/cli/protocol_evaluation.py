@@ -76,7 +76,9 @@ def run(options: argparse.Namespace) -> None:
         },
     }
     print_json("protocol", result) if options.json else _print(result)
-    check_finite([cache["name"] for cache in result["caches"] if cache["prompt"]["kl"] is None])
+    check_finite(
+        [c["name"] for c in result["caches"] for reading in READINGS if c[reading]["kl"] is None]
+    )
 
 
 def sizes_for(config: LlamaConfig, text: ScoredText, context: int | None) -> Sizes:

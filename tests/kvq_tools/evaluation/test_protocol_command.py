@@ -8,7 +8,15 @@ import pytest
 from kvq_models import EMBEDDED
 from kvq_models.llama.open_checkpoint import read_config
 from kvq_tools.cli.protocol_evaluation import sizes_for
-from kvq_tools.evaluation.protocol import READINGS, RECENT, SINK, WORDS, ScoredText, Sizes
+from kvq_tools.evaluation.protocol import (
+    READINGS,
+    RECENT,
+    SINK,
+    WORDS,
+    Measured,
+    ScoredText,
+    Sizes,
+)
 
 CACHES = "--cache=int4:sink=1,recent=0", "--cache=int2"
 
@@ -55,3 +63,15 @@ def test_a_short_text_has_fewer_windows_or_is_refused_in_its_tokens():
     assert sizes(1200) == Sizes(65, 256, 3), "four windows would have 43 tokens before them"
     with pytest.raises(ValueError, match=r"a text of 600 tokens .*: give a longer text"):
         sizes(600)
+
+
+@pytest.mark.parametrize("broken", READINGS)
+def test_a_reading_that_is_not_finite_has_a_status_of_its_own(broken, request_of, run, monkeypatch):
+    def measured(candidates, rows, headline, sizes, reading, *_):
+        bad = np.nan if reading == broken else 1.0
+        of_windows = tuple(bad * np.linspace(1, 2, len(rows)))
+        return [Measured(of_windows, of_windows, of_windows, bad, bad) for _ in candidates]
+
+    monkeypatch.setattr("kvq_tools.cli.protocol_evaluation.measure", measured)
+    code, _, err = run(*request_of())
+    assert (code, "not finite (nan or inf) with int4:sink=1,recent=0, int2" in err) == (3, True)
