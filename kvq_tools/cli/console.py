@@ -3,6 +3,7 @@ stderr."""
 
 from __future__ import annotations
 
+import codecs
 import errno
 import json
 import re
@@ -118,9 +119,10 @@ def print_json(kind: str, result: dict[str, Any]) -> None:
 
 
 def json_object(kind: str, result: dict[str, Any]) -> str:
-    """Return the text of such an object."""
+    """Return the text of such an object, in ASCII if stdout is not UTF-8, which JSON has to be."""
     named = {"format": f"kvq.{kind}", "version": JSON_VERSION}
-    text = json.dumps(named | result, indent=2, ensure_ascii=False, allow_nan=False)
+    in_ascii = codecs.lookup(sys.stdout.encoding or "utf-8").name != "utf-8"
+    text = json.dumps(named | result, indent=2, ensure_ascii=in_ascii, allow_nan=False)
     return _UNPRINTABLE.sub(
         lambda match: f"\\u{ord(match[0]):04x}", text
     )  # json itself escapes those below 32

@@ -237,6 +237,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if sys.stdout is None:  # `>&-`
         print("kvq: error: stdout is closed; redirect it to a file or /dev/null", file=sys.stderr)
         return BAD_OUTPUT
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: a locale may lack characters
     try:
         with contextlib.redirect_stdout(CheckedOutput(sys.stdout)):
             try:

@@ -1,6 +1,9 @@
 """The command line itself: its help, and output that cannot be written."""
 
+import io
+import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -163,3 +166,16 @@ def test_generate_refuses_the_options_of_its_other_modes(mode, run):
         request = ("generate", "nowhere", *CHOOSES[mode], f"--{name}", *VALUES.get(name, ("2",)))
         more = ("--out", "o") if mode is generate.MANY else ()
         assert "'nowhere' does not exist" in run(*request, *more)[2], name
+
+
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_characters_that_stdout_lacks_are_escapes(options, model, tmp_path, monkeypatch):
+    """As on Windows, where a file and a pipe are not UTF-8."""
+    folder = shutil.copytree(model, tmp_path / "caf\u00e9 \u65e5 \U0001f642")
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding="latin-1"))
+    assert main.main(["memory", str(folder), "--cache", "dense", *options]) == 0
+    if options:
+        assert json.loads(written.getvalue().decode("ascii"))["model"] == str(folder)
+    else:
+        assert "caf\u00e9 \\u65e5 \\U0001f642" in written.getvalue().decode("latin-1")
