@@ -20,6 +20,7 @@ contexts lose tokens on the left.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import itertools
 import os
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ from typing import Any, Literal, get_args
 
 import jax
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, Bool
 from tqdm import tqdm
 
 import kvq_jax as kvq
@@ -64,6 +65,10 @@ MAX_GEN_TOKS = 256  # HFLM's
 SAMPLING_OPTIONS = ("top_k", "top_p", "min_p")
 
 
+class RefusedError(ValueError):
+    """What lm-eval asks for does not fit the model or the cache."""
+
+
 @dataclasses.dataclass(frozen=True)
 class _Generation:
     """The settings shared by generate_until requests that run together."""
@@ -95,11 +100,11 @@ class KvqLM(TemplateLM):
         seed: of sampling, if a task asks for it.
 
     Raises ValueError if an argument, the spec or the calibration does not fit, or the checkpoint
-    has no tokenizer. The methods below raise it for a continuation that is empty or longer than
-    max_length; for a context without a prompt if the cache takes statistics from one (so all of
-    loglikelihood_rolling, whose windows have a context of one token: see `kvq eval`); and for
-    generation options other than until, max_gen_toks, do_sample, temperature, top_k, top_p and
-    min_p.
+    has no tokenizer. The methods below raise RefusedError for a continuation that is empty or
+    longer than max_length; for a context without a prompt if the cache takes statistics from one
+    (so all of loglikelihood_rolling, whose windows have a context of one token: see `kvq eval`);
+    and for generation options other than until, max_gen_toks, do_sample, temperature, top_k, top_p
+    and min_p. They raise FloatingPointError if the model computes nan or inf, which scores hide.
     """
 
     def __init__(
@@ -145,10 +150,15 @@ class KvqLM(TemplateLM):
         cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None
     ) -> KvqLM:
         """Return the model for lm-eval's arguments. Its command line always names a device, but
-        here JAX chooses one."""
-        return super().create_from_arg_obj(
-            arg_dict, {name: v for name, v in (additional_config or {}).items() if name != "device"}
-        )
+        here JAX chooses one. Raises RefusedError if they do not fit."""
+        options = {name: v for name, v in (additional_config or {}).items() if name != "device"}
+        known = list(inspect.signature(cls).parameters)
+        if unknown := [name for name in arg_dict if name not in known]:
+            raise RefusedError(f"--model_args has no {unknown[0]!r}; it takes {', '.join(known)}")
+        try:
+            return super().create_from_arg_obj(arg_dict, options)
+        except (ValueError, OSError) as error:
+            raise RefusedError(error) from error
 
     @property
     def eot_token_id(self) -> int:
@@ -227,7 +237,7 @@ class KvqLM(TemplateLM):
             for row, (_, _, continuation) in zip(rows, requests, strict=True)
         ]
         if self.needs_prompt and not all(prompts):
-            raise ValueError(
+            raise RefusedError(
                 f"{str(self.spec)!r} takes statistics from a prompt, and request {prompts.index(0)}"
                 " leaves none: its context has a single token, or max_length cuts it off"
             )
@@ -242,6 +252,7 @@ class KvqLM(TemplateLM):
                 batch = [ContinuedRow(rows[i], len(requests[i][2]), prompts[i]) for i in indices]
                 room = capacity(inputs[indices[0]], self.llama.config)
                 scores = score_continuations(self.llama, self.spec, batch, room)
+                self._check_finite(np.isfinite([score for score, _ in scores]))
                 new = dict(zip(indices, scores, strict=True))
                 for i, score in new.items():
                     if requests[i][0] is not None:
@@ -250,10 +261,16 @@ class KvqLM(TemplateLM):
                 bar.update(len(new))
         return [scored[i] for i in range(len(rows))]
 
+    def _check_finite(self, finite: Bool[np.ndarray, "B"]) -> None:
+        if not finite.all():
+            raise FloatingPointError(
+                f"the model computed numbers that are not finite (nan or inf) with {self.spec}"
+            )
+
     def _row(self, context: list[int], continuation: list[int]) -> list[int]:
         """Return the tokens of a request: the inputs, then one token that is only predicted."""
         if not context or not 1 <= len(continuation) <= self.max_length:
-            raise ValueError(
+            raise RefusedError(
                 f"a request has {len(context)} tokens of context and {len(continuation)} of"
                 " continuation; it needs at least one of each, and at most"
                 f" max_length={self.max_length} of the second"
@@ -316,12 +333,12 @@ class KvqLM(TemplateLM):
         chosen = {name: rest.pop(name) for name in SAMPLING_OPTIONS if name in rest}
         if rest:
             known = ", ".join(("do_sample", "temperature", *SAMPLING_OPTIONS))
-            raise ValueError(
+            raise RefusedError(
                 f"generation options {', '.join(rest)} are not supported; supported: until,"
                 f" max_gen_toks, {known}"
             )
         if not 1 <= new < self.max_length:
-            raise ValueError(
+            raise RefusedError(
                 f"max_gen_toks={new} must be at least 1 and leave room for a prompt in"
                 f" max_length={self.max_length}"
             )
@@ -360,6 +377,7 @@ class KvqLM(TemplateLM):
             eos_ids=ends,
             key=key,
         ):
+            self._check_finite(np.asarray(so_far.finite))
             rows = [
                 row[:count].tolist()
                 for row, count in zip(

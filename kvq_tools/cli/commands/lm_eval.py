@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from kvq_tools.cli.console import UserError
+from kvq_tools.cli.console import NotFiniteError, UserError
 
 MODEL = "kvq"
 
@@ -18,6 +18,10 @@ def run(options: argparse.Namespace) -> None:
     sys.argv = ["kvq lm-eval", *with_model(options.arguments)]
     try:
         lm_eval_model.cli_evaluate()
+    except lm_eval_model.RefusedError as error:
+        raise UserError(error) from error
+    except FloatingPointError as error:
+        raise NotFiniteError(error) from error
     except ValueError as error:
         if not str(error).startswith("Tasks not found"):
             raise

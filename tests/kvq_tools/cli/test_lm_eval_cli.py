@@ -49,6 +49,22 @@ def test_an_unknown_task_is_one_line(model, run, monkeypatch):
     )
 
 
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ({"pretrained": "nowhere"}, "'nowhere' does not exist"),
+        ({"cache": "kivi:bits=99"}, "99"),
+        ({"max_lenght": 9}, "--model_args has no 'max_lenght'; it takes pretrained, cache"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_one_line(given, line, model, run, monkeypatch):
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    beside = {"batch_size": 1, "max_batch_size": None, "device": "cpu"}  # as lm-eval does
+    create = model.KvqLM.create_from_arg_obj
+    monkeypatch.setattr(model, "cli_evaluate", lambda: create(given, beside))
+    assert_one_line_error(run("lm-eval", "run", "--tasks", "t"), line)
+
+
 @pytest.mark.usefixtures("model")
 def test_lm_eval_knows_the_model():
     from lm_eval.api.registry import get_model

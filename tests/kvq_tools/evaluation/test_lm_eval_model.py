@@ -248,3 +248,14 @@ def test_mistakes_are_named():
             lm.generate_until(instances(("It", options)), disable_tqdm=True)
     with pytest.raises(ValueError, match="at most max_length=40"):
         lm._loglikelihood_tokens([(None, [1], [2] * 41)])
+
+
+def test_numbers_that_are_not_finite_are_no_scores(make, paragraphs):
+    """The likeliest of several choices would be the first one that is nan."""
+    lm = make()
+    kernel = lm.llama.layers[0].v_proj.kernel
+    kernel[...] = kernel[...] * jnp.inf
+    asked = (paragraphs[0], " word"), (paragraphs[0], {"until": ["."], "max_gen_toks": 8})
+    for answer, pair in zip((lm.loglikelihood, lm.generate_until), asked, strict=True):
+        with pytest.raises(FloatingPointError, match=r"not finite \(nan or inf\) with dense"):
+            answer(instances(pair), disable_tqdm=True)
