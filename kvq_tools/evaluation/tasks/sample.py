@@ -84,15 +84,18 @@ class Fields:
 
 
 def read_rows(path: str | Path, fields: Fields, limit: int | None = None) -> list[dict[str, Any]]:
-    """Return the objects of a JSON-lines file, at most `limit`. Raise ValueError, naming the line,
-    if its fields do not fit."""
+    """Return the objects of a JSON-lines file, at most `limit`, without the byte-order mark that
+    some editors write. Raise ValueError, naming the line, if its fields do not fit."""
     rows = []
-    with Path(path).open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if limit is not None and len(rows) == limit:
-                break
-            if line.strip():
-                rows.append(_row(line, fields, f"{str(path)!r}, line {number}"))
+    try:
+        with Path(path).open(encoding="utf-8-sig") as lines:
+            for number, line in enumerate(lines, 1):
+                if limit is not None and len(rows) == limit:
+                    break
+                if line.strip():
+                    rows.append(_row(line, fields, f"{str(path)!r}, line {number}"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{str(path)!r} is not UTF-8 text; save it as UTF-8: {error}") from error
     if not rows:
         raise ValueError(f"{str(path)!r} has no samples")
     return rows

@@ -61,6 +61,15 @@ BAD_FILES = {
 }
 
 
+def test_a_file_of_windows_is_read_or_named(tmp_path):
+    content = '{"input": "a needle", "outputs": ["needle"]}\r\n'
+    (tmp_path / "file").write_bytes(content.encode("utf-8-sig"))
+    assert niah.from_file(tmp_path / "file", embedded_prompts())[0].answers == ("needle",)
+    (tmp_path / "file").write_bytes(content.encode("utf-16"))
+    with pytest.raises(ValueError, match="file' is not UTF-8 text; save it as UTF-8"):
+        niah.from_file(tmp_path / "file", embedded_prompts())
+
+
 @pytest.mark.parametrize("case", BAD_FILES)
 def test_a_bad_file_is_named_with_its_line(case, tmp_path):
     content, message = BAD_FILES[case]
