@@ -30,7 +30,6 @@ def run(options: argparse.Namespace) -> None:
         "seed": options.seed,
         "max_new_tokens": new,
     }
+    rules = niah.FILE_RULES if options.data else niah.RULES
     groups = ("length", "depth")
-    task_runs.run_task(
-        options, niah.TASK, samples, rules=niah.RULES, groups=groups, settings=settings
-    )
+    task_runs.run_task(options, niah.TASK, samples, rules=rules, groups=groups, settings=settings)

@@ -29,7 +29,8 @@ def run(options: argparse.Namespace) -> None:
         "seed": options.seed,
         "max_new_tokens": options.max_new_tokens,
     }
+    rules = passkey.FILE_RULES if options.data else passkey.RULES
     groups = ("length", "depth")
     task_runs.run_task(
-        options, passkey.TASK, samples, rules=passkey.RULES, groups=groups, settings=settings
+        options, passkey.TASK, samples, rules=rules, groups=groups, settings=settings
     )

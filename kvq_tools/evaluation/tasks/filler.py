@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 DULL = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+FILE_DEPTH = "where the first answer is first mentioned in the input, to the nearest quarter of it"
 CLOSE = 4  # tokens that a prompt may stay below its length even if one more unit might fit
 
 

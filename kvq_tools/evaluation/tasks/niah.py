@@ -18,7 +18,15 @@ from pathlib import Path
 
 import numpy as np
 
-from kvq_tools.evaluation.tasks.filler import DULL, depth_of, excerpt, fitted, generator, sentences
+from kvq_tools.evaluation.tasks.filler import (
+    DULL,
+    FILE_DEPTH,
+    depth_of,
+    excerpt,
+    fitted,
+    generator,
+    sentences,
+)
 from kvq_tools.evaluation.tasks.kinds import NEEDLE_KINDS as KINDS
 from kvq_tools.evaluation.tasks.kinds import NEEDLE_TOKENS as MAX_NEW_TOKENS
 from kvq_tools.evaluation.tasks.kinds import NeedleKind
@@ -74,7 +82,12 @@ RULES = {
     "length": LENGTH_RULE,
     "score": "share of the values that the answer contains, in upper or lower case",
 }
-FILE_RULES = {"prompt": "of the file", "length": RULES["length"], "score": RULES["score"]}
+FILE_RULES = {
+    "prompt": "of the file",
+    "depth": FILE_DEPTH,
+    "length": RULES["length"],
+    "score": RULES["score"],
+}
 
 
 def score(sample: TaskSample, text: str) -> Scores:

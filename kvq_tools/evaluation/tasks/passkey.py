@@ -13,7 +13,15 @@ from pathlib import Path
 
 import numpy as np
 
-from kvq_tools.evaluation.tasks.filler import DULL, depth_of, excerpt, fitted, generator, words
+from kvq_tools.evaluation.tasks.filler import (
+    DULL,
+    FILE_DEPTH,
+    depth_of,
+    excerpt,
+    fitted,
+    generator,
+    words,
+)
 from kvq_tools.evaluation.tasks.kinds import PASSKEY_TOKENS as MAX_NEW_TOKENS
 from kvq_tools.evaluation.tasks.sample import (
     LENGTH_RULE,
@@ -40,6 +48,12 @@ RULES = {
     "depth": "share of the filler's words that stand before the key",
     "length": LENGTH_RULE,
     "score": "1 where the first number in the answer is the key, else 0",
+}
+FILE_RULES = {
+    "prompt": f"[input of the file]{QUESTION}{ANSWER_PREFIX}",
+    "depth": FILE_DEPTH,
+    "length": RULES["length"],
+    "score": RULES["score"],
 }
 
 

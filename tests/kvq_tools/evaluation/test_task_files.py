@@ -82,3 +82,20 @@ def test_an_empty_prompt_is_refused_and_an_empty_text_hides_nothing():
     with pytest.raises(ValueError, match="sample 0 has an empty prompt"):
         check_samples([TaskSample((), ("a",), 1)], tiny_config())
     assert depth_of("", "") is None
+
+
+@pytest.mark.parametrize(
+    ("command", "answer", "prompt"),
+    [
+        ("passkey", {"target": "12345"}, "What is the pass key? The pass key is "),
+        ("niah", {"outputs": ["12345"]}, "of the file"),
+    ],
+)
+def test_the_rules_that_are_told_are_those_of_the_file(
+    command, answer, prompt, model, tmp_path, run_json
+):
+    file = lines(tmp_path / "file", {"input": "It is 12345. No.", **answer})
+    rules = run_json(command, model, "--data", file, "--max-new-tokens", "2")["rules"]
+    assert set(rules) == {"prompt", "depth", "length", "score"}
+    assert rules["prompt"].endswith(prompt)
+    assert "nearest quarter" in rules["depth"]
