@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import io
 import signal
 import sys
 import threading
@@ -108,6 +109,9 @@ def _lines(terminal: bool) -> Iterator[str]:
     if terminal:
         with contextlib.suppress(ImportError):
             importlib.import_module("readline")  # input() then has a history and can be edited
+    elif isinstance(sys.stdin, io.TextIOWrapper):
+        # as the prompts of other commands, whatever the locale
+        sys.stdin.reconfigure(encoding="utf-8-sig", errors="strict")
     while True:
         try:
             line = _typed() if terminal else sys.stdin.readline()

@@ -203,6 +203,18 @@ def talking(endless, tmp_path, run, monkeypatch):
     return talk
 
 
+def test_a_piped_message_is_utf_8_whatever_the_locale(talking):
+    """As on Windows, where a pipe has the encoding of the region and editors write a mark."""
+    said = "Gr\u00fc\u00dfe, \u65e5\u672c"
+    piped = io.BytesIO(f"{said}\r\n".encode("utf-8-sig"))
+    code, found, err = talking(io.TextIOWrapper(piped, encoding="latin-1"), "--json")
+    assert code == 0, err
+    assert [turn["user"] for turn in json.loads(found)["turns"]] == [said]
+    bad = io.TextIOWrapper(io.BytesIO(b"\xff\n"), encoding="utf-8", errors="surrogateescape")
+    code, _, err = talking(bad)
+    assert (code, "the input is not UTF-8 text" in err) == (2, True)
+
+
 def test_a_piped_conversation_prints_each_answer_and_what_the_cache_holds(talking, loaded):
     code, out, err = talking(f"{SAID[0]}\n\n{SAID[1]}\n")
     assert code == 0, err
