@@ -182,7 +182,7 @@ class Worker:
                 self._on_first_token(job.first_token)
             if job.answer.take(event):
                 # a stop text, which the engine does not know about
-                self.engine.cancel(event.ticket)
+                self.engine.cancel(event.ticket, "ended")
                 with self._changed:
                     del self._jobs[event.ticket]
                     self._unended -= 1

@@ -26,6 +26,18 @@ def test_a_special_token_is_a_stop(server: Running, monkeypatch: pytest.MonkeyPa
     assert (ended["finish_reason"], ended["text"], ended["drawn"]) == ("stop", "", 1)
 
 
+def test_an_answer_that_a_stop_text_ends_counts_as_ended(server: Running):
+    server.until_idle()
+    counts = server.service.worker.engine.counts
+    before, text = counts.ended.copy(), choice(server, max_tokens=40)["text"]
+    stopped = choice(server, max_tokens=200, stop=text[17:24])
+    assert stopped["finish_reason"] == "stop"
+    server.until_idle()
+    assert counts.ended == before | {
+        reason: before.get(reason, 0) + 1 for reason in ("length", "ended")
+    }
+
+
 def test_biases_and_penalties_change_what_is_drawn(server: Running):
     plain = choice(server, max_tokens=24)["text"]
     token = server.tokenizer(" river", add_special_tokens=False)["input_ids"][0]

@@ -27,6 +27,7 @@ class Accepted:
     last: int = 0  # the newest of them
     penalty: float = 0.0  # to subtract from the logit of the newest token from now on
     cancelled: bool = False
+    cancelled_as: Reason = "cancelled"  # the reason of its last event
     tokens: list[int] = dataclasses.field(default_factory=list)  # drawn
     drawn_logprobs: list[float] = dataclasses.field(default_factory=list)  # of them
     attempts: int = 1
