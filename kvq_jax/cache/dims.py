@@ -6,6 +6,8 @@ import dataclasses
 import json
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from kvq_jax.layer import attention as layer_attention
 from kvq_jax.layer.attention import Attention
 from kvq_jax.layer.known_attention import attention_of
@@ -44,6 +46,15 @@ class CacheDims:
     attention: tuple[Attention, ...] = ()
     layer_heads: tuple[LayerHeads, ...] = ()
     kv_scales: bool = False
+
+    def __post_init__(self) -> None:
+        """Make integers of NumPy Python's, which files keep, and lists tuples, which can be
+        hashed."""
+        plain = {name: _plain(getattr(self, name)) for name in SIZES}
+        heads = (LayerHeads(*map(_plain, layer)) for layer in self.layer_heads)
+        plain |= {"attention": tuple(self.attention), "layer_heads": tuple(heads)}
+        for name, value in plain.items():
+            object.__setattr__(self, name, value)
 
     def at(self, layer: int) -> CacheDims:
         """Return the dimensions with the K and H of one layer for all of them."""
@@ -85,6 +96,10 @@ class CacheDims:
 
 # the fields of CacheDims that are numbers
 SIZES = tuple(field.name for field in dataclasses.fields(CacheDims) if field.type == "int")
+
+
+def _plain(size: Any) -> Any:
+    return int(size) if isinstance(size, np.integer) else size
 
 
 def dims_of(config: ModelDims) -> CacheDims:

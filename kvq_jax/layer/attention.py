@@ -12,6 +12,7 @@ kvq_jax/attention/logits.py computes s_t. This file imports no JAX: configuratio
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,13 +41,18 @@ class Attention:
     sinks: bool = False
 
     def __post_init__(self) -> None:
-        for name, kind in (("window", int), ("scale", int | float), ("soft_cap", int | float)):
+        for name, plain in (("window", operator.index), ("scale", float), ("soft_cap", float)):
             value = getattr(self, name)
             if value is None:
                 continue
-            number = isinstance(value, kind) and not isinstance(value, bool)
-            if not number or not 0 < value < LARGEST:
+            try:
+                number = 0 if isinstance(value, bool | str) else plain(value)
+            except (TypeError, ValueError, OverflowError):
+                number = 0
+            if not 0 < number < LARGEST:
                 raise ValueError(f"attention {name}={value!r} must be positive and finite, or None")
+            if not isinstance(value, int):  # a scalar of NumPy or JAX
+                object.__setattr__(self, name, number)
         if not isinstance(self.sinks, bool):
             raise ValueError(f"attention sinks={self.sinks!r} must be True or False")
 

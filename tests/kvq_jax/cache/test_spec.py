@@ -262,3 +262,25 @@ def test_the_windows_of_a_preset_hold_in_a_mixed_cache_too():
         kvq.parse("k=squat:preset=lm-eval+v=gear:preset=kcvt").block
         == kvq.parse("gear:preset=kcvt").block
     )
+
+
+@pytest.mark.usefixtures("types_unchecked")
+def test_dimensions_may_be_of_numpy_and_in_lists(tmp_path):
+    given: Any = {
+        "num_hidden_layers": np.int64(2),
+        "head_dim": np.int32(64),
+        "attention": [kvq.Attention(window=np.int64(96), scale=np.float32(0.125))] * 2,
+        "layer_heads": [[np.int64(2), np.int64(64)]] * 2,
+    }
+    dims = dataclasses.replace(DIMS, **given)
+    plain = dataclasses.replace(
+        DIMS,
+        num_hidden_layers=2,
+        attention=(kvq.Attention(window=96, scale=0.125),) * 2,
+        layer_heads=((2, 64),) * 2,
+    )
+    assert (dims, hash(dims), dims.to_json()) == (plain, hash(plain), plain.to_json())
+    kvq.files.save(kvq.init_cache("kivi", dims, 1, 256), tmp_path / "cache.safetensors")
+    for size in (0, -1, 1.5, True, "96", np.nan):
+        with pytest.raises(ValueError, match="must be positive and finite, or None"):
+            kvq.Attention(window=cast(Any, size))
