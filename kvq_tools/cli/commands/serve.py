@@ -93,7 +93,7 @@ def _answer(
     metrics = Metrics()
     worker = Worker(engine, metrics.first_token.observe, warm=False)
     metrics.watch(worker)
-    name = options.name or options.model.rstrip("/").rpartition("/")[2]
+    name = options.name or os.path.basename(os.path.abspath(options.model))
     service = Service(
         worker,
         tokenizer,
@@ -130,7 +130,7 @@ def _answer(
 def _checked_keys(options: argparse.Namespace) -> list[str]:
     """Check the options that need no model, and return the API keys."""
     api_keys = options.api_key or [
-        os.environ[name] for name in ("KVQ_API_KEY",) if name in os.environ
+        os.environ[name].strip() for name in ("KVQ_API_KEY",) if name in os.environ
     ]
     if not all(api_keys):
         raise UserError(

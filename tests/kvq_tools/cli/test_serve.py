@@ -20,15 +20,16 @@ from tests.kvq_tools.cli.test_cli_errors import assert_one_line_error
 def serving(model: pathlib.Path, tmp_path: pathlib.Path):
     """Return a process of `kvq serve` with a random model, and the facts that it printed when it
     was ready."""
-    command = f"serve {model} --cache=kivi:bits=2 --port=0 --slots 2 --capacity 192 --name=tiny"
+    command = "serve . --cache=kivi:bits=2 --port=0 --slots 2 --capacity 192"
     command += f" --json --prefix-dir {tmp_path / 'prefixes'} --prefix-disk 1MiB"
-    environment = os.environ | {"KVQ_API_KEY": "from-the-environment"}
+    environment = os.environ | {"KVQ_API_KEY": "from-the-environment\r"}  # of a file of Windows
     process = subprocess.Popen(
         [sys.executable, "-m", "kvq_tools", *command.split()],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env=environment,
+        cwd=model,
     )
     assert process.stdout is not None
     lines = []
@@ -41,17 +42,24 @@ def serving(model: pathlib.Path, tmp_path: pathlib.Path):
     process.communicate()
 
 
-def test_a_server_answers_what_it_accepted_after_sigterm(serving, tmp_path: pathlib.Path):
+def test_a_server_answers_what_it_accepted_after_sigterm(
+    serving, model: pathlib.Path, tmp_path: pathlib.Path
+):
     process, facts = serving
     assert facts["format"] == "kvq.serve", process.communicate()[1]
-    asked = {"name": "tiny", "slots": 2, "capacity": 192, "cache": "kivi"}
+    asked = {"name": model.name, "slots": 2, "capacity": 192, "cache": "kivi"}
     assert facts.items() >= asked.items()
     assert facts["cache_bytes"] > 0
     port = int(facts["url"].rpartition(":")[2])
     connections = []
     for n in range(6):  # four of them wait in the queue
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-        fields = {"model": "tiny", "prompt": "the cat is", "max_tokens": 120 + n, "temperature": 0}
+        fields = {
+            "model": model.name,
+            "prompt": "the cat is",
+            "max_tokens": 120 + n,
+            "temperature": 0,
+        }
         body = json.dumps(fields | {"stream": True, "stream_options": {"include_usage": True}})
         headers = {"authorization": "Bearer from-the-environment"}
         headers |= {"content-type": "application/json"}
