@@ -46,9 +46,9 @@ def _said(report: QualityReport, variants: Mapping[str, str]) -> list[str]:
     if report.rows[0].window_kl:
         said.append(
             f"Brackets hold 95 % intervals over the {len(report.rows[0].window_kl)} windows: of a"
-            " mean KL by the modified Cox method, of perplexities t intervals of their logs. A ratio"
-            " of two caches is the geometric mean of the ratios on the same windows, with its paired"
-            " t interval."
+            " mean KL by the modified Cox method, of perplexities t intervals of their logs. A"
+            " ratio of two caches is the geometric mean of the ratios on the same windows, with its"
+            " paired t interval."
         )
     if any(kvq.parse(row.cache).recent == 0 and row.kl > NO_ERROR for row in report.rows):
         said.append(
