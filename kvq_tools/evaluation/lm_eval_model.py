@@ -66,7 +66,7 @@ SAMPLING_OPTIONS = ("top_k", "top_p", "min_p")
 
 
 class RefusedError(ValueError):
-    """What lm-eval asks for does not fit the model or the cache."""
+    """A request of lm-eval that does not fit the model or the cache."""
 
 
 @dataclasses.dataclass(frozen=True)
