@@ -112,15 +112,15 @@ def dims_of(config: ModelDims) -> CacheDims:
     first = dict(zip(("num_key_value_heads", "head_dim"), heads[0], strict=True)) if heads else {}
 
     def size(name: str) -> int:
-        found = first[name] if name in first else getattr(config, name, None)
-        if found is None and name == "head_dim":
-            found = head_dim_of(config)
-        if found is None:
+        stated = first[name] if name in first else getattr(config, name, None)
+        if stated is None and name == "head_dim":
+            stated = head_dim_of(config)
+        if stated is None:
             raise ValueError(
                 f"a config of type {type(config).__name__} has no {name}: pass kvq.CacheDims in its"
                 " place"
             )
-        return int(found)
+        return int(stated)
 
     sizes = [size(name) for name in SIZES]
     return CacheDims(
