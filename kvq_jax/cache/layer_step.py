@@ -135,8 +135,8 @@ def check_shapes(
         if array is None and name not in ("q", "k", "v"):
             continue
         shape = wanted[name.removesuffix("_pre")]
-        given = list(array.shape) if hasattr(array, "shape") else type(array).__name__
-        if given != list(shape):
+        given = list(getattr(array, "shape", ())) or type(array).__name__
+        if array is None or given != list(shape):
             raise ValueError(
                 f"{name} must have shape {list(shape)} in this step of this cache, got {given}"
             )

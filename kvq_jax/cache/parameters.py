@@ -280,7 +280,7 @@ def _check_weights(weights: LayerWeights, dims: CacheDims) -> None:
         array = getattr(weights, name)
         if array is None and name in ("k_bias", "v_bias", "k_norm"):
             continue
-        given = list(array.shape) if hasattr(array, "shape") else type(array).__name__
+        given = list(getattr(array, "shape", ())) or type(array).__name__
         if given != shape:
             raise ValueError(f"{name} must be {axes} = {shape}, got {given}")
 

@@ -55,5 +55,7 @@ def quantization_fields(hf: Mapping[str, Any]) -> Any:
     by another name."""
     names = ("quantization_config", "compression_config", "quantization")
     fields = next((hf[name] for name in names if hf.get(name)), None)
-    nested = fields.get("quantization") if isinstance(fields, Mapping) else None
+    if not isinstance(fields, Mapping):
+        return fields
+    nested = fields.get("quantization")
     return {**fields, **nested} if isinstance(nested, Mapping) else fields
