@@ -77,7 +77,7 @@ def test_each_cache_meets_the_best_waterfill_cache_that_is_no_larger(in_pairs: P
     both = dataclasses.replace(in_pairs, rows=(*in_pairs.rows, larger))
     bits = both.large(larger)[0].resident_bits
     met = {row.cache: (row, best) for row, best, _ in equal_bytes.compared(both, "prompt", 0)}
-    assert len(met) == len(README) - 2, "every cache of the README but waterfill itself"
+    assert met.keys() == {cache for cache in README if not cache.startswith("waterfill")}
     for row, best in met.values():
         fits = both.large(row)[0].resident_bits >= bits
         assert best == (larger if fits else smaller), row.cache
@@ -126,6 +126,8 @@ def test_a_model_of_own_kv_heads_has_the_bits_of_a_large_one_of_its_kind(report:
 
 
 def test_a_page_marks_rows_of_another_processor_and_says_how_far_they_move(report: ProtocolReport):
+    here = tuple(dataclasses.replace(row, processor="EPYC") for row in report.rows)
+    report = dataclasses.replace(report, rows=here)
     row = report.row(CACHE, 2048, "prompt")
     assert "†" not in page(report, front_page.FILE)
     larger = tuple(1.25 * kl for kl in row.measured.window_kl)
