@@ -44,11 +44,12 @@ INTRODUCTION = f"""\
 
 Made by `python -m benchmarks.results_page` from the rows of the protocol. For each other cache that
 was measured, the `{OURS}` cache with the least KL among those that are no larger, compared on the
-same windows, which are of other domains than the calibration's. Brackets are 95 % intervals, t, of
-the logs of the ratios, widened by rounding. Bits are resident, for {{batch}} of
-{CONTEXT // 1024}K tokens of {llama_8b.NAME}; all caches keep the same tokens exact. In the small
-model, and at the contexts at which KL was measured, the matrices of `{OURS}` weigh more, and
-its caches take more memory than most of those that they stand beside (column MiB of the protocol's
+same windows, which are of other domains than the calibration's. Rows with * learned from a text,
+rows with † were measured on another processor than most. Brackets are 95 % intervals, t, of the
+logs of the ratios, widened by rounding. Bits are resident, for {{batch}} of {CONTEXT // 1024}K
+tokens of {llama_8b.NAME}; all caches keep the same tokens exact. In the small model, and at the
+contexts at which KL was measured, the matrices of `{OURS}` weigh more, and its caches take more
+memory than most of those that they stand beside (column MiB of the protocol's
 pages)."""
 
 
@@ -140,7 +141,7 @@ def _lines(report: ProtocolReport, reading: str, context: int) -> Iterator[tuple
 
 def _cells(report: ProtocolReport, row: Row) -> tuple[str, str, str]:
     return (
-        f"`{row.cache}`{'*' if row.calibrated else ''}",
+        report.marked(row),
         f"{report.large(row)[0].resident_bits:.2f}",
         f"{report.kl(row).value:#.2g}",
     )

@@ -79,7 +79,7 @@ def section(report: ProtocolReport, results: str, other: ProtocolReport | None =
     )
     lines = (
         (
-            f"`{row.cache}`{'*' if row.calibrated else ''}",
+            report.marked(row),
             f"{report.large(row)[0].resident_bits:.2f}",
             *(f"{size.resident / 2**30:.2f}" for size in report.large(row)),
             *(
@@ -170,6 +170,8 @@ def _note(report: ProtocolReport, results: str, other: ProtocolReport | None) ->
         if report.calibration_text
         else ""
     )
+    if any(report.of_another_processor(report.row(cache, LENGTH, shown[0])) for cache in README):
+        learned += " † marks another processor."
     read = {
         "decoded": (
             f" Decoded: all tokens from {DECODED_FROM} on go through the cache one by one, so that"

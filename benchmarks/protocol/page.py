@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import itertools
 import pathlib
 
@@ -80,7 +79,7 @@ def _said(report: ProtocolReport) -> list[str]:
             f"Rows marked * learned from {report.calibration_text.name}"
             f" ({report.calibration_text.domain})."
         )
-    if others := sorted({row.processor for row in report.rows if _of_another(report, row)}):
+    if others := sorted({row.processor for row in report.rows if report.of_another_processor(row)}):
         said.append(f"Rows marked † were measured on another processor: {', '.join(others)}.")
     if report.partial:
         said.append(f"**Partial: {len(report.rows)} of {report.planned} rows.**")
@@ -109,7 +108,7 @@ def _table(report: ProtocolReport, rows: list[Row]) -> str:
     lines = []
     for row in rows:
         cache, *numbers = cells(report, row)
-        mark = "†" if _of_another(report, row) else ""
+        mark = "†" if report.of_another_processor(row) else ""
         lines.append((f"{cache}{mark}", *numbers, f"{row.seconds:.0f}"))
     return table(columns, lines)
 
@@ -132,12 +131,6 @@ def cells(report: ProtocolReport, row: Row) -> tuple[str, ...]:
         f"{perplexity.value:.2f}{bracket(perplexity.interval, '.2f')}",
         f"{measured.rounding:.1%}" if _lossy(row) else "",
     )
-
-
-def _of_another(report: ProtocolReport, row: Row) -> bool:
-    """Return True if another kind of processor measured most rows."""
-    counts = collections.Counter(one.processor for one in report.rows)
-    return row.processor != counts.most_common(1)[0][0]
 
 
 def _own(row: Row) -> str:

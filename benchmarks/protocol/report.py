@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
 
@@ -111,6 +112,16 @@ class ProtocolReport(Report):
             if row.key == key:
                 return row
         raise ValueError(f"{self.title} has no row {key}")
+
+    def of_another_processor(self, row: Row) -> bool:
+        """Return True if another kind of processor measured most rows."""
+        counts = collections.Counter(one.processor for one in self.rows)
+        return row.processor != counts.most_common(1)[0][0]
+
+    def marked(self, row: Row) -> str:
+        """Return a row's cache with * if it learned from a text, and † if another processor than
+        that of most rows measured it."""
+        return f"`{row.cache}`{'*' * row.calibrated}{'†' * self.of_another_processor(row)}"
 
     def kl(self, row: Row) -> Estimate:
         return row.measured.kl(self.headline)

@@ -140,6 +140,9 @@ def test_a_page_marks_rows_of_another_processor_and_says_how_far_they_move(repor
     assert len(marked) == 1
     assert marked[0].startswith(f"| `{CACHE}`†")
     assert "Rows marked † were measured on another processor: Xeon." in text
+    of_one = dataclasses.replace(report, rows=rows)
+    for mark, one in (("†", of_one), ("", report)):
+        assert one.marked(one.row(CACHE, 2048, "prompt")) == f"`{CACHE}`{mark}"
     ratio = _cells(text, "## On another processor", f"| `{CACHE}`")[-1]
     assert float(ratio.partition(" ")[0]) == pytest.approx(1 / 1.25, abs=1e-3)
 
