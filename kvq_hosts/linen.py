@@ -49,9 +49,13 @@ def cached_attention(
         name: the name of the variable.
         options: as in `CachePlan.attend` (lengths, padding, scale, parameters, ...).
 
-    It raises ValueError for a mask and for dropout, which Linen would leave out in silence if the
-    function did not name them.
+    Raises:
+        ValueError: for lse=True, which has no place in what Linen expects. The function raises it
+            for a mask and for dropout, which Linen would leave out in silence if the function did
+            not name them.
     """
+    if options.get("lse"):
+        raise ValueError("Linen's attention_fn returns attention alone: leave lse=True out")
 
     def attend(
         query: Array,

@@ -130,3 +130,9 @@ def test_what_linen_would_drop_in_silence_is_refused(inputs: jax.Array):
         with pytest.raises(ValueError, match="no dropout: call with deterministic=True"):
             Masked(0.5).init(keys, inputs)
         Masked().init(keys, inputs)
+
+
+def test_log_sums_which_linen_has_no_place_for_are_refused():
+    with pytest.raises(ValueError, match="returns attention alone: leave lse=True out"):
+        cached_attention(nn.Module(), plan_of("dense"), prefill=True, lse=True)
+    cached_attention(nn.Module(), plan_of("dense"), prefill=True, lse=False)
