@@ -60,15 +60,6 @@ def test_prefill_logits_equal_the_exact_model(spec):
     )
 
 
-def test_long_prompts_take_several_query_chunks_and_stay_exact():
-    llama = random_llama(tiny_config(max_position_embeddings=2048))
-    tokens = random_tokens((1, 600))
-    logits, _ = prefill(
-        llama, kvq.init_cache("kivi", llama.config, 1, 640, "float32"), tokens, logits="all"
-    )
-    assert row_errors(logits, forward(llama, tokens)).max() < 1e-5
-
-
 def test_last_logits_are_those_of_each_rows_last_token():
     tokens = random_tokens((2, 40))
     lengths = [40, 17]
@@ -91,7 +82,7 @@ def test_eight_bit_cache_with_keys_before_rope_is_close_to_exact():
     assert 1e-6 < errors.max() < 2e-2, "quantized, and close"
 
 
-@pytest.mark.parametrize("spec", some(SPECS, SPECS[2:]))
+@pytest.mark.parametrize("spec", some(SPECS, SPECS[3:]))
 def test_several_tokens_in_a_step_equal_single_steps(spec):
     if spec != "dense":
         spec += (  # a float16 scale may differ by 2^-11 of itself between two compiled functions
@@ -113,7 +104,7 @@ def test_several_tokens_in_a_step_equal_single_steps(spec):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5, err_msg=f"{spec}, layer {i}")
 
 
-@pytest.mark.parametrize("spec", some(SPECS, SPECS[2:]))
+@pytest.mark.parametrize("spec", some(SPECS, SPECS[3:]))
 def test_score_equals_a_loop_over_decode_step(spec):
     tokens = random_tokens((2, LENGTH))
     logits, _ = decoded(spec, tokens, 20)

@@ -20,7 +20,7 @@ from kvq_models import (
     prefill,
     right_padded,
 )
-from kvq_models.inference.sampling import filter_logits, sample
+from kvq_models.inference.sampling import sample
 from tests.exhaustive import some
 from tests.kvq_models.checkpoints import (
     CASES,
@@ -73,7 +73,7 @@ def assert_greedy_matches(torch_model, llama, prompts):
 
 
 @needs_torch
-@pytest.mark.parametrize("name", some(CASES, ("llama_llama3", "gemma3")))
+@pytest.mark.parametrize("name", some(CASES, ("llama_llama3",)))
 def test_64_greedy_tokens_equal_transformers(name, tmp_path):
     # prompt and new tokens stay inside the trained length, in which dynamic RoPE changes nothing
     longer = {"max_position_embeddings": 128}
@@ -150,22 +150,6 @@ def test_a_stream_has_the_same_tokens_in_growing_pieces(sampling):
     assert (pieces[0][:, :8] == np.asarray(whole.tokens)[:, :8]).all()
     assert not pieces[0][:, 8:].any()
     assert (pieces[-1] == np.asarray(whole.tokens)).all()
-
-
-def test_filters_keep_the_tokens_that_their_definitions_name():
-    probabilities = jnp.asarray([[0.5, 0.25, 0.15, 0.07, 0.03]])
-    logits = jnp.log(probabilities)
-
-    def kept(**options):
-        return np.isfinite(filter_logits(logits, Sampling(temperature=1.0, **options)))[0].tolist()
-
-    assert kept() == [True] * 5
-    assert kept(top_k=2) == [True, True, False, False, False]
-    assert kept(top_p=0.7) == [True, True, False, False, False]
-    assert kept(top_p=0.8) == [True, True, True, False, False]
-    assert kept(top_p=1e-6) == [True, False, False, False, False]
-    assert kept(min_p=0.2) == [True, True, True, False, False]
-    assert kept(top_k=3, min_p=0.4) == [True, True, False, False, False]
 
 
 def test_samples_follow_the_filtered_distribution():
