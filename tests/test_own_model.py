@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import kvq_jax as kvq
-from kvq_jax.attention import dispatch
 from tests.kvq_jax.layer_runs import row_errors
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "own_model.md"
@@ -115,18 +114,6 @@ def test_the_exact_cache_gives_what_plain_attention_gives(page: dict[str, Any], 
         "logits of the token before would pass"
     )
     assert np.asarray(cache.lengths).tolist() == [200, 137]
-
-
-@pytest.mark.parametrize("prefill", [True, False], ids=["prompt", "token"])
-def test_the_model_lowers_for_a_tpu(page: dict[str, Any], prefill: bool):
-    cache = kvq.init_cache("kivi:bits=4,recent=32", page["DIMS"], 2, 256, "float32")
-    tokens = page["prompts"] if prefill else page["continuation"][:, :1]
-    traced = page["run"].trace(page["model"], cache, tokens, prefill=prefill)
-    program = traced.lower(lowering_platforms=("tpu",)).as_text()
-    assert "stablehlo.while" in program, "the body is not streamed"
-    assert "custom_call @kvq" not in program
-    here = traced.lower(lowering_platforms=("cpu",)).as_text()
-    assert "custom_call @kvq" in here or dispatch.no_device("native"), "no program has one"
 
 
 @pytest.mark.parametrize("spec", QUANTIZED)
