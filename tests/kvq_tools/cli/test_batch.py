@@ -51,13 +51,20 @@ def test_every_prompt_gets_the_answer_that_it_gets_alone(
     assert set(found) == {0, "dog", 2, 3, 4}
     assert done["new_tokens"] == sum(len(answer["tokens"]) for answer in found.values())
     assert found["dog"]["new_tokens"] <= 5
-    for i, prompt in enumerate(PROMPTS):
-        asked = prompt if isinstance(prompt, dict) else {"prompt": prompt}
-        single, alone = tmp_path / f"{i}.jsonl", tmp_path / f"answer{i}.jsonl"
-        single.write_text(lines([asked | {"id": "one"}]))
-        assert run("generate", model, "--prompts", single, "--out", alone, *OPTIONS)[0] == 0
-        together, apart = found[asked.get("id", i)], answers(alone)["one"]
-        assert {**apart, "id": 0, "key": 0} == {**together, "id": 0, "key": 0}, prompt
+    # with one slot nobody is beside a prompt, and another one was there before it
+    named = [
+        (prompt if isinstance(prompt, dict) else {"prompt": prompt}) | {"id": f"alone {i}"}
+        for i, prompt in enumerate(PROMPTS)
+    ]
+    single, alone = tmp_path / "single.jsonl", tmp_path / "alone.jsonl"
+    single.write_text(lines(named[::-1]))
+    in_turn = ("generate", model, "--prompts", single, "--out", alone, *OPTIONS, "--slots=1")
+    assert run(*in_turn)[0] == 0
+    apart = answers(alone)
+    for i, (name, prompt) in enumerate(zip((0, "dog", 2, 3, 4), PROMPTS, strict=True)):
+        assert {**apart[f"alone {i}"], "id": 0, "key": 0} == {**found[name], "id": 0, "key": 0}, (
+            prompt
+        )
     one = run_json("generate", model, "--prompt", PROMPTS[0], *OPTIONS[:2], "--capacity", "64")
     assert (one["tokens"], one["text"]) == (found[0]["tokens"], found[0]["text"])
 
