@@ -11,11 +11,14 @@ from pallas_kernels.decode_attention.merge import finished, merged
 from pallas_kernels.decode_attention.partial_attention import Splits
 from pallas_kernels.decode_attention.schedule import Pieces, Schedule
 from pallas_kernels.launch import Launch
+from pallas_kernels.mosaic import route
 from tests.exhaustive import some
 from tests.float64 import row_errors
 from tests.pallas_kernels.harness import INTERPRETED, launches
 from tests.pallas_kernels.lowering import lower_for_cuda
 
+MOSAIC = Launch(interpret=True, route="mosaic")
+needs_mosaic = pytest.mark.skipif(bool(route.missing()), reason=route.missing() or "")
 BATCH, HEADS, CHANNELS, CAPACITY = 3, 2, 64, 100
 POSITIONS = np.array([0, CAPACITY - 1, CAPACITY], np.int32)
 # (splits of each part, query heads for each KV head)
@@ -69,10 +72,13 @@ def test_merged_splits_are_the_softmax_of_all_tokens(case, launch):
     assert row_errors(other[:2], wanted[:2]).max() > 1e-2, "a split fewer would pass"
 
 
-def test_no_token_is_zero():
+@pytest.mark.parametrize(
+    "launch", [INTERPRETED, pytest.param(MOSAIC, marks=needs_mosaic)], ids=["triton", "mosaic"]
+)
+def test_no_token_is_zero(launch):
     parts, _, _ = random_parts((3,), 2)
     empty = [Splits(*(a[:, :, 2:] for a in parts[0]))]
-    part, out = merge(empty, POSITIONS, 2, jnp.bfloat16, INTERPRETED)
+    part, out = merge(empty, POSITIONS, 2, jnp.bfloat16, launch)
     assert out.dtype == jnp.bfloat16
     assert not np.asarray(out[:2], np.float32).any()
     assert not np.asarray(part.l).any()
@@ -113,38 +119,45 @@ def pieces_of(
     return Pieces(m, l, o, jnp.asarray(limits, jnp.int32), schedule)
 
 
+def random_pieces(
+    limits: np.ndarray, group: int, programs: int
+) -> tuple[Pieces, np.ndarray, np.ndarray]:
+    """Return pieces, and the scores (-inf beyond a row's limit) and values of all tokens."""
+    rng, padded = np.random.default_rng(1), 1 << (group - 1).bit_length()
+    shape = BATCH, HEADS, int(limits.max())
+    score, value = rng.normal(size=(*shape, padded)) * 4, rng.normal(size=(*shape, CHANNELS))
+    pieces = pieces_of(limits, Schedule(programs, 4, BATCH, HEADS), score, value)
+    live = np.arange(shape[2])[:, None] < limits[:, None, None, None]
+    return pieces, np.where(live, score, -np.inf)[..., :group], value
+
+
+def check_pieces(limits: np.ndarray, group: int, programs: int, launch: Launch) -> None:
+    """Pieces and windows together are the softmax of all tokens."""
+    [window], *of_window = random_parts((1,), group)
+    pieces, *of_body = random_pieces(limits, group, programs)
+    assert np.isnan(np.asarray(pieces.l)).any(), "no place is free: nothing is shown of those"
+    scores, values = (np.concatenate(two, axis=2) for two in zip(of_window, of_body, strict=True))
+    part, out = merge([window, pieces], POSITIONS, group, jnp.float32, launch)
+
+    def attention(scores: np.ndarray) -> np.ndarray:
+        weights = np.exp2(scores)
+        mean = weights / weights.sum(axis=2, keepdims=True)
+        return np.einsum("bktg,bkth->bkgh", mean, values)
+
+    wanted = attention(scores)
+    assert row_errors(part.o / part.l, wanted).max() < 1e-5
+    mass = np.exp(np.asarray(part.m[..., 0], float)) * part.l[..., 0]
+    np.testing.assert_allclose(mass, np.exp2(scores).sum(axis=2), rtol=1e-4)
+    assert row_errors(out[:2], wanted[:2]).max() < 1e-5
+    assert np.isnan(out[2]).all(), "a row past its capacity has a number"
+    scores[:, :, np.argmax(scores[0, 0, :, 0])] = -np.inf
+    assert row_errors(out[:1], attention(scores)[:1]).max() > 1e-3, "a token fewer would pass"
+
+
 @pytest.mark.parametrize(("limits", "programs"), some(PIECES, (PIECES[0], PIECES[3])), ids=str)
 def test_pieces_of_rows_of_any_length_are_merged_with_the_windows(limits, programs):
-    """One row has more pieces than a step of the loop takes, and another none. Places without a
-    unit hold NaN.
-    """
-    schedule, rng, group = Schedule(programs, 4, BATCH, HEADS), np.random.default_rng(1), 2
-    [window], scores, values = random_parts((1,), group)
-    score, value = (
-        rng.normal(size=(BATCH, HEADS, max(limits), group)) * 4,
-        rng.normal(size=(BATCH, HEADS, max(limits), CHANNELS)),
-    )
-    pieces = pieces_of(np.array(limits), schedule, score, value)
-    assert np.isnan(np.asarray(pieces.l)).any(), "no place is free: nothing is shown of those"
-    actual = np.asarray(
-        merge([window, pieces], jnp.zeros(BATCH, jnp.int32), group, jnp.float32, INTERPRETED)[1]
-    )
-    live = np.arange(max(limits))[None, None, :, None] < np.array(limits)[:, None, None, None]
-
-    def softmax(score: np.ndarray, value: np.ndarray, live: np.ndarray) -> np.ndarray:
-        s = np.concatenate([scores, np.where(live, score, -np.inf)], axis=2)
-        weights = np.exp2(s - s.max(axis=2, keepdims=True))
-        return np.einsum(
-            "bksr,bksh->bkrh",
-            weights / weights.sum(axis=2, keepdims=True),
-            np.concatenate([values, value], axis=2),
-        )
-
-    assert row_errors(actual, softmax(score, value, live)).max() < 1e-5
-    fewer = live & (np.arange(max(limits))[None, None, :, None] > 0)
-    assert row_errors(actual, softmax(score, value, fewer)).max() > 1e-3, (
-        "without a token it would pass"
-    )
+    """One row has more pieces than a step of the loop takes, and another none."""
+    check_pieces(np.array(limits), 2, programs, INTERPRETED)
 
 
 @pytest.mark.parametrize("splits", [(1, 8), (1, 131)], ids=str)
