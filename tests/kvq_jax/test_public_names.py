@@ -2,6 +2,7 @@
 packages."""
 
 import dataclasses
+import importlib.metadata
 import inspect
 import pathlib
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 
 import kvq_jax as kvq
 from kvq_jax.cache import spec_classes
+from kvq_jax.methods import registry
 from kvq_jax.methods.registry import METHODS
 from kvq_jax.moved_names import MOVED
 
@@ -66,17 +68,9 @@ def test_calls_are_checked_as_texts_are():
         kvq.Kivi(bit=4)
 
 
-PROJECT = """
-[build-system]
-requires = ["setuptools"]
-build-backend = "setuptools.build_meta"
-
-[project]
-name = "toy-kvq"
-version = "1.0"
-
-[project.entry-points."kvq_jax.methods"]
-toy = "toy_kvq:Toy"
+POINTS = """
+[kvq_jax.methods]
+toy = toy_kvq:Toy
 """
 TOY = """
 import dataclasses
@@ -101,21 +95,24 @@ print(kvq.Toy(bits=4), kvq.parse("k=toy+v=int4+cache:block=32"), kvq.methods.MET
 
 
 def test_an_installed_package_brings_a_method(tmp_path: pathlib.Path):
-    source, site = tmp_path / "toy", tmp_path / "site"
-    source.mkdir()
-    (source / "pyproject.toml").write_text(PROJECT)
-    (source / "toy_kvq.py").write_text(TOY)
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*pip, "--target", str(site), str(source)], check=True, capture_output=True)
-    start = f"import sys; sys.path.insert(0, {str(site)!r})"
+    """Its folders are as pip leaves them."""
+    (tmp_path / "toy_kvq.py").write_text(TOY)
+    information = tmp_path / "toy_kvq-1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-kvq\nVersion: 1.0\n")
+    (information / "entry_points.txt").write_text(POINTS)
+    start = f"import sys; sys.path.insert(0, {str(tmp_path)!r})"
     command = [sys.executable, "-c", start + PROGRAM]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("toy:bits=4 k=toy+v=int4")
-    (points,) = site.glob("toy_kvq-1.0.dist-info/entry_points.txt")
-    points.write_text("[kvq_jax.methods]\ntoy = toy_kvq:Gone\n")
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert "ValueError: the method 'toy' of 'toy_kvq:Gone': " in done.stderr
+
+
+def test_a_method_that_its_package_lacks_is_named(monkeypatch: pytest.MonkeyPatch):
+    point = importlib.metadata.EntryPoint("toy", "kvq_jax:Gone", registry.ENTRY_POINTS)
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: [point])
+    with pytest.raises(ValueError, match="the method 'toy' of 'kvq_jax:Gone': "):
+        inspect.unwrap(registry.register_installed)()
 
 
 def test_a_name_is_registered_once():
