@@ -59,7 +59,7 @@ STUCK = """
 import signal, threading, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
 from kvq_tools.cli import interruption
-from kvq_tools.cli.commands import methods
+from kvq_tools.cli.commands import fetch  # which needs no JAX
 from kvq_tools.cli.process import run
 
 def stuck(_):  # as in XLA's compiler: the main thread does not see the press
@@ -70,14 +70,14 @@ def stuck(_):  # as in XLA's compiler: the main thread does not see the press
         except KeyboardInterrupt:
             pass
 
-methods.run = stuck
+fetch.run = stuck
 run()
 """
 
 
 @pytest.mark.parametrize("json_", [True, False])
 def test_an_interruption_that_the_main_thread_does_not_see_is_an_object_too(json_):
-    options = ["methods", *(["--json"] if json_ else [])]
+    options = ["fetch", *(["--json"] if json_ else [])]
     process = subprocess.run(
         [sys.executable, "-c", STUCK, *options],
         capture_output=True,
