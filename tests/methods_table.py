@@ -163,14 +163,14 @@ EXHAUSTIVE = pytest.mark.exhaustive
 def kind(spec: str) -> str:
     """Name the way in which a spec stores tokens: its method without bits, `k` for one on each
     side, or the option that changes rows. The formats of small floats are one way, and so are
-    groups with a second scale. Rows in a calibrated rotation are stored as int4's are, and runs of
-    channels of one width as waterfill's."""
+    groups with a second scale. Rows in a calibrated rotation are stored as int4's are, runs of
+    channels of one width as waterfill's, and squat's keys alike before RoPE and after it."""
     for option in ("subtract_bias", "rotate"):
         if option in spec:
             return option
     name = re.split("[:=]", spec)[0].rstrip("0123456789")
     alike = {"mxfp": "fp", "nvfp": "fp", "oscar_omni": "kvarn", "block_gtq": "waterfill"}
-    alike |= dict.fromkeys(("oscar_spectral", "optr"), "int")
+    alike |= dict.fromkeys(("oscar_spectral", "optr"), "int") | {"squat_pre": "squat"}
     return alike.get(name, name)
 
 
