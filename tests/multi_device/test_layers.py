@@ -249,7 +249,8 @@ def test_gpu_kernels_on_shards_are_lowered_for_cuda():
     ("names", "split"), [("xy", ("x", "y")), ("xy", (None, None, "y")), ("ab", ("a", "b"))]
 )
 def test_an_explicit_mesh_may_split_new_tokens_in_any_way(names: str, split: tuple):
-    """As tensor-parallel models hold them, in another way, and on a mesh with other names."""
+    """As tensor-parallel models hold them, in another way, and on a mesh with other names, there
+    operation by operation, too, each of which is compiled."""
     dims = kvq.CacheDims(1, 4, 2, 32, 64)
     explicit = jax.make_mesh((2, 2), tuple(names), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
     mesh = jax.make_mesh((2, 2), ("x", "y"))
@@ -269,7 +270,7 @@ def test_an_explicit_mesh_may_split_new_tokens_in_any_way(names: str, split: tup
     wanted, alone = step(new(), *arrays)
     placed = jax.device_put(arrays, jax.sharding.NamedSharding(explicit, jax.P(*split)))
     with jax.set_mesh(explicit):
-        for take in (jax.jit(step), step):
+        for take in (jax.jit(step), step) if names == "ab" else (jax.jit(step),):
             out, cache = take(new(placement), *placed)
             np.testing.assert_allclose(np.asarray(out), wanted, atol=1e-5)
             assert not differing(kvq.rows.move(alone, None), kvq.rows.move(cache, None))
