@@ -1,5 +1,5 @@
 """Gemma 3 as its GGUF file has it, with random weights: a windowed layer below a global one, and
-SentencePiece's tokens. It generates, is evaluated, planned for and served."""
+SentencePiece's tokens. It is evaluated, planned for and served."""
 
 import pathlib
 
@@ -27,7 +27,7 @@ VOCABULARY = {
     "unknown_token_id": 0,
 }
 TEXT = "".join(map(chr, np.random.default_rng(0).integers(97, 123, 640)))
-CACHES = ("dense", "kivi:bits=4", "kivi:bits=2", "turboquant:bits=3", "int4")
+CACHES = ("dense", "kivi:bits=4", "kivi:bits=2")
 
 
 def windowed(cache: str) -> str:
@@ -57,16 +57,7 @@ def gemma(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     )
 
 
-def test_a_file_generates_beyond_its_windows(gemma: pathlib.Path, run_json):
-    request = ("generate", gemma, "--prompt", TEXT[:200], "--max-new-tokens", 8)
-    exact, coarse = (
-        run_json(*request, "--cache", windowed(cache)) for cache in ("dense", "kivi:bits=2")
-    )
-    assert len(exact["tokens"]) == len(coarse["tokens"]) == 8
-    assert coarse["cache_bytes"] < exact["cache_bytes"] / 4
-
-
-def test_five_caches_of_a_file_are_compared(gemma: pathlib.Path, run_json):
+def test_caches_of_a_file_are_compared_beyond_its_windows(gemma: pathlib.Path, run_json):
     caches = [part for cache in CACHES for part in ("--cache", windowed(cache))]
     size = ("--window", 2 * WINDOW, "--stride", 32, "--limit", 2 * WINDOW)
     found = run_json("eval", gemma, "--text", gemma.parent / "text", *size, *caches)
