@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvq_models import EMBEDDED, load_llama
+from kvq_models import load_llama
 from kvq_tools import tokenize
 from kvq_tools.report import drawing, schema
 from tests.kvq_tools.report.small_report import CACHES, CONTEXT, RUN, SAMPLE, STEPS, TEXT, call
@@ -26,14 +26,14 @@ def _small_pictures_everywhere() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def made(tmp_path_factory):
-    """Return a report of the embedded model, as the command writes it."""
+def made(shallow, tmp_path_factory):
+    """Return a report of a small model, as the command writes it."""
     out = tmp_path_factory.mktemp("report")
     (out / "text.txt").write_text(TEXT)
     caches = [f"--cache={cache}" for cache in CACHES]
     sizes = ("--contexts", CONTEXT, "--steps", STEPS, "--sample", SAMPLE, "--out", out)
     with _small_pictures():
-        assert call("report", "embedded", "--text", out / "text.txt", *caches, *RUN, *sizes) == 0
+        assert call("report", shallow, "--text", out / "text.txt", *caches, *RUN, *sizes) == 0
     return out
 
 
@@ -43,6 +43,6 @@ def report(made):
 
 
 @pytest.fixture(scope="session")
-def model():
-    llama, tokenizer = load_llama(EMBEDDED, dtype="float32")
+def model(shallow):
+    llama, tokenizer = load_llama(shallow, dtype="float32")
     return llama, tokenize(tokenizer, TEXT).first(64)

@@ -145,14 +145,14 @@ def test_without_matplotlib_one_line_says_what_to_install(made, tmp_path, run, m
     assert_one_line_error(refused, "pip install 'kvq-jax[report]'")
 
 
-def test_json_tells_what_was_written(made, tmp_path, run_json, report):
+def test_json_tells_what_was_written(made, shallow, tmp_path, run_json, report):
     found = run_json("report", "--from", made / "report.json", "--out", tmp_path)
     assert sorted(found["files"]) == sorted(str(file) for file in tmp_path.iterdir())
     assert [c["name"] for c in found["caches"]] == list(CACHES)
     assert [c["kl"] for c in found["caches"]] == [c.kl for c in report.caches]
     assert [c["quantized_tokens"] for c in found["caches"]] == [WINDOW - 1] * 2
     assert [c["front_by_kl"] for c in found["caches"]] == list(quality.front_by(report, "kl"))
-    assert found["command"].startswith("kvq report embedded --text ")
+    assert found["command"].startswith(f"kvq report {shallow} --text ")
     assert (
         f"--mode fake --limit 64 --buckets 4 --steps {STEPS} --sample {SAMPLE} --contexts {CONTEXT}"
         in found["command"]

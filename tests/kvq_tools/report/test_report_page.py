@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import kvq_jax as kvq
-from kvq_models import EMBEDDED, load_llama
+from kvq_models.llama.weight_count import weight_count
 from kvq_tools.report import page, quality, schema
 
 pytest.importorskip("matplotlib", reason="pictures need matplotlib")
@@ -23,18 +23,18 @@ def rows_of(text):
     return {html.unescape(name): re.findall(r"<td>(.*?)</td>", cells) for name, cells in found}
 
 
-def test_the_page_holds_every_cache_and_every_number(made, report):
+def test_the_page_holds_every_cache_and_every_number(made, model, report):
+    config = model[0].config
     text = (made / "index.html").read_text()
     head, rows = html.unescape(text.partition("<main>")[0]), rows_of(text)
-    told = ("2,885,888 parameters", "64 tokens, 63 of them scored", "mode fake")
+    parameters = f"{weight_count(config):,} parameters"
+    told = (parameters, "64 tokens, 63 of them scored", "mode fake")
     for fact in (report.model.name, report.command, report.date, *told):
         assert fact in head, fact
     assert report.speed.machine.device in text
     exact = [f"{report.exact.perplexity:.3f}", f"{report.exact.bits_per_byte:.4f}"]
     assert rows["model without a cache"][1:3] == exact
-    assert rows["model without a cache"][6] == str(
-        kvq.size.dense_nbytes(load_llama(EMBEDDED)[0].config, 1, WINDOW)
-    )
+    assert rows["model without a cache"][6] == str(kvq.size.dense_nbytes(config, 1, WINDOW))
     assert rows["model without a cache: nats"] == [f"{n:.4f}" for n in report.exact.nats]
     assert rows["tokens"] == [str(p.tokens) for p in report.positions]
     for n, c in enumerate(report.caches, 1):
