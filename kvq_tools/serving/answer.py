@@ -59,7 +59,7 @@ class Answer:
         shown_ends: Collection[int] = (),
     ):
         self.index, self.request, self.echo, self.send = index, request, echo, send
-        self.done = False
+        self.finish: Finish | None = None  # how it ended
         self._tokenizer = tokenizer
         self._text = GrowingText(tokenizer, request.prompt)
         self._stops, self._shown_ends = Stops(tuple(stops)), shown_ends
@@ -70,7 +70,7 @@ class Answer:
     def take(self, event: Event) -> bool:
         """Send the text of an event. Return True if the answer is done. Further events have no
         effect then."""
-        if self.done:
+        if self.finish:
             return True
         match event:
             case PromptRead():
@@ -85,12 +85,12 @@ class Answer:
                 self.fail("the memory of the answer was damaged while it was sent")
             case Ended(reason=reason):
                 self._finish(_FINISH[reason])
-        return self.done
+        return self.finish is not None
 
     def fail(self, message: str) -> None:
         """End the answer with an error."""
-        if not self.done:
-            self.done = True
+        if not self.finish:
+            self.finish = "failed"
             self.send(
                 AnswerPiece(self.index, "", finish="failed", drawn=self._drawn, failure=message)
             )
@@ -140,7 +140,7 @@ class Answer:
     def _send(self, text: str, finish: Finish | None = None, *, whole: bool = False) -> None:
         """Send the next text. whole: it is the last one, and no stop text cut it."""
         self._sent += len(text)
-        self.done = finish is not None
+        self.finish = finish
         # Tokens without text, such as the first half of a character, come with the text after them,
         # or with the end.
         end = self._sent + whole

@@ -9,7 +9,14 @@ import time
 from collections.abc import Callable, Sequence
 
 from kvq_models.inference.engine.engine import Engine
-from kvq_models.inference.engine.requests import QueueFullError, Request, Token
+from kvq_models.inference.engine.requests import (
+    Ended,
+    Event,
+    QueueFullError,
+    Request,
+    Ticket,
+    Token,
+)
 from kvq_tools.serving.answer import Answer
 
 MOST_FAILURES = 3  # of the engine, one after the other
@@ -181,9 +188,17 @@ class Worker:
                 job.first_token = time.monotonic() - job.accepted
                 self._on_first_token(job.first_token)
             if job.answer.take(event):
-                # a stop text, which the engine does not know about
-                self.engine.cancel(event.ticket, "ended")
+                if job.answer.finish == "stop":
+                    self._count_stop(event.ticket, events)
                 with self._changed:
                     del self._jobs[event.ticket]
                     self._unended -= 1
         return bool(events)
+
+    def _count_stop(self, ticket: Ticket, events: Sequence[Event]) -> None:
+        """Let the engine, which knows no stop texts, count a request as ended by one, even if its
+        last token completed the text."""
+        self.engine.cancel(ticket, "ended")
+        if Ended(ticket, "length") in events:
+            ended = self.engine.counts.ended
+            ended["length"], ended["ended"] = ended["length"] - 1, ended.get("ended", 0) + 1

@@ -31,10 +31,11 @@ def test_an_answer_that_a_stop_text_ends_counts_as_ended(server: Running):
     counts = server.service.worker.engine.counts
     before, text = counts.ended.copy(), choice(server, max_tokens=40)["text"]
     stopped = choice(server, max_tokens=200, stop=text[17:24])
-    assert stopped["finish_reason"] == "stop"
+    at_its_limit = choice(server, max_tokens=stopped["drawn"], stop=text[17:24])
+    assert stopped["finish_reason"] == at_its_limit["finish_reason"] == "stop"
     server.until_idle()
     assert counts.ended == before | {
-        reason: before.get(reason, 0) + 1 for reason in ("length", "ended")
+        reason: before.get(reason, 0) + more for reason, more in (("length", 1), ("ended", 2))
     }
 
 
