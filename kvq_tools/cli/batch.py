@@ -50,11 +50,12 @@ _FINISH = {"ended": "ended", "length": "max-new-tokens", "not-finite": "not-fini
 @dataclasses.dataclass(frozen=True)
 class PromptLine:
     """A line of the file. `key` is a digest of the request and of everything else that decides its
-    answer."""
+    answer. `plain` says that the prompt is a text outside of the chat template."""
 
     id: str | int
     key: str
     request: Request
+    plain: bool
 
 
 def run(options: argparse.Namespace) -> None:
@@ -66,7 +67,7 @@ def run(options: argparse.Namespace) -> None:
     items = read_items(options, config, tokenizer)
     with _answers(out_file) as (before, out):
         pending = _pending(options.out, items, before)
-        started, size, tokens, lost = time.monotonic(), None, 0, 0
+        started, size, tokens, lost, at_once = time.monotonic(), None, 0, 0, False
         if pending:
             need = max(len(item.request.prompt) + item.request.max_new_tokens for item in pending)
             size = engines.size_of(options, config, inputs.round_up(need, CAPACITY_STEP))
@@ -90,6 +91,7 @@ def run(options: argparse.Namespace) -> None:
                         text = Continuation(tokenizer, prompt, ends).text(ids)
                     _write(out, item, ids, reason, text)
                     tokens, lost = tokens + len(ids), lost + (reason == "not-finite")
+                    at_once |= item.plain and len(ids) == 1 and reason == "ended"
     seconds = time.monotonic() - started
     done: dict[str, Any] = {
         "model": options.model,
@@ -109,6 +111,7 @@ def run(options: argparse.Namespace) -> None:
         print_json("batch", done)
     else:
         print_line(_in_words(done, options.cache.text))
+    text_input.advise_chat(tokenizer, "try --chat and another --out", ended_at_once=at_once)
     check_finite([f"{options.cache.text} ({lost} answers)"] if lost else [])
 
 
@@ -168,7 +171,8 @@ def read_items(
         digest = hashlib.sha256(
             json.dumps([settings, dataclasses.astuple(request)]).encode()
         ).hexdigest()[:16]
-        items.append(PromptLine(name, digest, request))
+        plain = not options.chat and (isinstance(fields, str) or "prompt" in fields)
+        items.append(PromptLine(name, digest, request, plain))
     if not items:
         raise UserError(f"{options.prompts!r} has no prompts")
     ((name, count),) = Counter(item.id for item in items).most_common(1)

@@ -24,6 +24,7 @@ from kvq_tools.cli import (
     one_cache,
     one_prompt,
     sampling_options,
+    text_input,
 )
 from kvq_tools.cli.console import UserError, check_finite, print_json, progress
 from kvq_tools.cli.continuation import Continuation
@@ -98,6 +99,7 @@ def run(options: argparse.Namespace) -> None:
     else:
         print(continuation.push(ids, last=True))
         print_line(generation_report.footer(facts, options.cache.text, in_words(llama)))
+    advise_chat(options, request.tokenizer, request.saved, facts)
     check_finite([] if finite else [options.cache.text])
 
 
@@ -162,6 +164,18 @@ def _cache(
         cache = handover.shortened(llama, cache, request.known)
     whole = request.known == len(request.prompt)
     return llama, cache, jax.device_put(saved.logits) if whole else None
+
+
+def advise_chat(
+    options: argparse.Namespace, tokenizer: Any, saved: SavedPrompt | None, facts: dict[str, Any]
+) -> None:
+    """Name the option for a chat on stderr if a text outside of one had an empty answer."""
+    opening = saved and saved.opening
+    if options.chat or options.prompt_ids is not None or (opening and opening.chat):
+        return
+    ended_at_once = facts["new_tokens"] == 1 and facts["finish"] == "ended"
+    advice = "give kvq prefill --chat" if saved else "try --chat"
+    text_input.advise_chat(tokenizer, advice, ended_at_once=ended_at_once)
 
 
 def _generated(

@@ -94,6 +94,13 @@ def encode_rendered(tokenizer: Any, text: str) -> list[int]:
 
 
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+def advise_chat(tokenizer: Any, advice: str, *, ended_at_once: bool) -> None:
+    """Say on stderr why an answer to a text is empty, if the model expects a chat template."""
+    if ended_at_once and getattr(tokenizer, "chat_template", None):
+        advised = f"the model ended at once; it was trained on chats: {advice}"
+        print(f"kvq: {advised}", file=sys.stderr)
+
+
     """Return the number of tokens that two lists have in common at their beginnings."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))

@@ -12,9 +12,10 @@ import pytest
 
 import kvq_jax as kvq
 from kvq_models.llama.gguf_tokenizer import core_of, tokenizer_of
-from kvq_tools.cli import inputs, text_input
+from kvq_tools.cli import inputs, one_generation, text_input
 from kvq_tools.cli.console import UserError
 from kvq_tools.cli.continuation import Continuation
+from kvq_tools.cli.opening import Opening
 from kvq_tools.cli.planned import NamedCache
 from tests.kvq_models.checkpoints import CHAT_TEMPLATE, PROMPT, tiny_config
 from tests.kvq_models.gguf_files import byte_level
@@ -134,3 +135,28 @@ def test_a_model_with_a_sliding_window_is_served_beyond_its_length(tmp_path, run
     beyond = run("generate", tmp_path, "--prompt-ids", "1,2,3", "--max-new-tokens", 40)
     assert "sliding window" not in beyond[2], beyond
     assert "safetensors" in beyond[2], "it is the weights that are missed"
+
+
+@pytest.mark.parametrize(
+    ("change", "advice"),
+    [
+        ({}, "try --chat"),
+        ({"saved": Opening("text", chat=False)}, "give kvq prefill --chat"),
+        ({"saved": Opening("text", chat=True)}, None),
+        ({"chat": True}, None),
+        ({"prompt_ids": [5]}, None),
+        ({"chat_template": None}, None),
+        ({"new_tokens": 2}, None),
+        ({"finish": "max-new-tokens"}, None),
+    ],
+)
+@pytest.mark.usefixtures("types_unchecked")
+def test_an_answer_that_ends_at_once_advises_the_chat_template(capsys, change, advice):
+    given = {"chat": False, "prompt_ids": None, "saved": None, "chat_template": "{{ x }}"}
+    given |= {"new_tokens": 1, "finish": "ended"} | change
+    options = argparse.Namespace(chat=given["chat"], prompt_ids=given["prompt_ids"])
+    saved = given["saved"] and argparse.Namespace(opening=given["saved"])
+    tokenizer = argparse.Namespace(chat_template=given["chat_template"])
+    one_generation.advise_chat(options, tokenizer, saved, given)
+    said = f"kvq: the model ended at once; it was trained on chats: {advice}\n"
+    assert capsys.readouterr() == ("", said if advice else "")
