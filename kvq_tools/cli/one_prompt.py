@@ -82,5 +82,5 @@ def prompt_text(options: argparse.Namespace) -> str | None:
 def check_tokenizer(tokenizer: Any, options: argparse.Namespace) -> None:
     if tokenizer is None:
         raise UserError(
-            f"{options.model!r} has no tokenizer; give token ids with --prompt-ids 1,2,3"
+            f"{text_input.without_tokenizer(options.model)}; give token ids with --prompt-ids 1,2,3"
         )

@@ -43,8 +43,14 @@ def need_tokenizer(model: str, use: str) -> Any:
     for."""
     tokenizer = load_tokenizer(model)
     if tokenizer is None:
-        raise UserError(f"{model!r} has no tokenizer, which is needed to {use}")
+        raise UserError(f"{without_tokenizer(model)}, which is needed to {use}")
     return tokenizer
+
+
+def without_tokenizer(model: str) -> str:
+    """Return the beginning of an error about a checkpoint that has no tokenizer."""
+    unread = " (add a tokenizer.json: tekken.json is not read)"
+    return f"{model!r} has no tokenizer{unread * (Path(model) / 'tekken.json').exists()}"
 
 
 def encode(tokenizer: Any, text: str, *, chat: bool = False) -> list[int]:
@@ -88,12 +94,6 @@ def render_chat(tokenizer: Any, messages: list[dict[str, str]]) -> str:
         raise UserError(error) from error
 
 
-def encode_rendered(tokenizer: Any, text: str) -> list[int]:
-    """Return the token ids of text from a chat template, which writes special tokens itself."""
-    return chat_template.encoded(tokenizer, text)
-
-
-def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
 def advise_chat(tokenizer: Any, advice: str, *, ended_at_once: bool) -> None:
     """Say on stderr why an answer to a text is empty, if the model expects a chat template."""
     if ended_at_once and getattr(tokenizer, "chat_template", None):
@@ -101,6 +101,12 @@ def advise_chat(tokenizer: Any, advice: str, *, ended_at_once: bool) -> None:
         print(f"kvq: {advised}", file=sys.stderr)
 
 
+def encode_rendered(tokenizer: Any, text: str) -> list[int]:
+    """Return the token ids of text from a chat template, which writes special tokens itself."""
+    return chat_template.encoded(tokenizer, text)
+
+
+def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
     """Return the number of tokens that two lists have in common at their beginnings."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))

@@ -5,6 +5,7 @@ import errno
 import os
 import pathlib
 import shlex
+import shutil
 import tempfile
 
 import pytest
@@ -13,7 +14,7 @@ from kvq_models.llama import checkpoint
 from tests.kvq_tools.cli.test_cli_errors import assert_one_line_error
 
 # Commands as they are typed, with the paths of the test in braces. {model} has 256 positions and
-# no chat template, {bare} has no tokenizer, {text} is a long text.
+# no chat template, {bare} has no tokenizer, {tekken} another one, {text} is a long text.
 REFUSED = [
     # prompts
     ("generate {tmp}/missing --prompt a", "does not exist"),
@@ -28,6 +29,8 @@ REFUSED = [
     ("chat {bare}", "has no tokenizer"),
     ("demo --model {bare}", "has no tokenizer"),
     ("serve {bare}", "has no tokenizer, which is needed to serve text"),
+    ("chat {tekken}", "has no tokenizer (add a tokenizer.json: tekken.json is not read), which"),
+    ("generate {tekken} --prompt a", "tekken.json is not read); give token ids"),
     # options and their values
     ("generate {model} --prompt a --cache kivi:bit=2", "options: bits, group_size"),
     ("generate {model} --prompt a --cache kivi:group_size=7,block=7", "divisors"),
@@ -139,7 +142,10 @@ def test_bad_input_is_one_line_and_found_before_weights_are_read(
     (tmp_path / "text").write_text("the key of the cat " * 99)
     (tmp_path / "prompts").write_text('"a"\n""\n')
     (tmp_path / "row").write_text('{"input": "a", "target": "c"}\n')
+    shutil.copytree(bare, tmp_path / "tekken")
+    (tmp_path / "tekken" / "tekken.json").write_text("{}")
     names = {"model": model, "bare": bare, "tmp": tmp_path, "text": tmp_path / "text"}
+    names["tekken"] = tmp_path / "tekken"
     words = [word.format(**names, surrogate="a\udcffb") for word in shlex.split(command)]
     before = sorted(tmp_path.iterdir())
     assert_one_line_error(run(*words), message)
