@@ -161,6 +161,11 @@ def read_items(
                 config.vocab_size,
                 options.capacity or max(len(request.prompt) + request.max_new_tokens, 1),
             )
+        except json.JSONDecodeError as error:
+            raise UserError(
+                f"{options.prompts}, line {number}: write a text in quotes or an object, as JSON"
+                f" ({error})"
+            ) from error
         except (UserError, ValueError, RecursionError) as error:
             raise UserError(f"{options.prompts}, line {number}: {error}") from error
         name = fields.get("id", number - 1) if isinstance(fields, dict) else number - 1

@@ -91,7 +91,10 @@ def input_errors() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise (UnwritableError if error.errno in FULL else UserError)(error) from error
+        if error.errno in FULL:
+            raise UnwritableError(error) from error
+        named = error.filename is not None and error.strerror
+        raise UserError(f"{error.filename!r}: {named}" if named else error) from error
     except (ValueError, NotImplementedError) as error:
         raise UserError(error) from error
 

@@ -112,6 +112,7 @@ def test_a_run_that_was_cut_goes_on(
     ("text", "message"),
     [
         ("", "has no prompts"),
+        ("Name a river.\n", "line 1: write a text in quotes or an object, as JSON (Expecting"),
         ('"fine"\n{"prompt": 3}\n', "line 2: prompt must be a text, got 3"),
         ('{"prompt": "x", "colour": 1}\n', "line 1: unknown key 'colour'"),
         (

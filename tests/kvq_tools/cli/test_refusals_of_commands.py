@@ -106,7 +106,7 @@ REFUSED = [
     # files
     ("report --from {text} --out {tmp}/o", "is not JSON"),
     ("report --from {tmp}/nested --out {tmp}/o", "is not JSON"),
-    ("eval {model} --text {tmp}/none.txt --cache int4", "none.txt"),
+    ("eval {model} --text {tmp}/none.txt --cache int4", "none.txt': No such file or directory"),
     ("calibrate {model} --text {text} --cache kvquant --out {tmp}/none/f", "that exists"),
     ("quantize-weights {model} --bits 3 --text {text} --out .", "exists and is not an empty"),
     ("passkey {model} --data {tmp}/empty", "has no samples"),
