@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from kvq_models.inference.engine.accepted import Counts
 from kvq_models.inference.engine.engine import Engine
 from kvq_models.inference.engine.prefix_folder import PrefixFolder
 from kvq_models.inference.engine.prefixes import PrefixStore
@@ -23,6 +24,7 @@ from kvq_tools.serving import heaps
 from kvq_tools.serving.sockets import bound_socket
 
 PREFIX_MEMORY, PREFIX_DISK = 512 << 20, 4 << 30
+WHOLE = ("ended", "length")  # reasons why an answer is whole
 EXTRA = ("fastapi", "openai", "prometheus_client", "uvicorn")  # packages that a server needs
 
 
@@ -119,12 +121,16 @@ def _answer(
         if engine.prefixes is not None and engine.prefixes.folder is not None:
             engine.prefixes.folder.close()
     if not options.json:
-        print_line(
-            f"[{engine.counts.new_tokens} tokens in {sum(engine.counts.ended.values())} answers;"
-            " stopped]"
-        )
+        print_line(footer(engine.counts))
     if engine.compiling or worker.compiling:
         interruption.leave(0)  # tearing an interpreter down while a compiler runs crashes
+
+
+def footer(counts: Counts) -> str:
+    """Return the last line: whole answers, and how many requests ended otherwise."""
+    answers = sum(counts.ended.get(reason, 0) for reason in WHOLE)
+    others = [f", {n} {reason}" for reason, n in counts.ended.items() if reason not in WHOLE and n]
+    return f"[{counts.new_tokens} tokens in {answers} answers{''.join(others)}; stopped]"
 
 
 def _checked_keys(options: argparse.Namespace) -> list[str]:
