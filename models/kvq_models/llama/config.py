@@ -179,7 +179,7 @@ class LlamaConfig:
         rope, local_rope = rope_from_hf(hf, family)
         heads = required(hf, "num_attention_heads", int)
         hidden = required(hf, "hidden_size", int)
-        attention_bias = optional(hf, "attention_bias", bool, False)
+        attention_bias = optional(hf, "attention_bias", bool, family.attention_bias)
         return cls(
             model_type=hf["model_type"],
             vocab_size=required(hf, "vocab_size", int),

@@ -27,6 +27,7 @@ class Family(NamedTuple):
     qkv_bias: bool | None = None  # None: config.json's attention_bias decides
     o_bias: bool | None = None
     mlp_bias: bool | None = None  # None: config.json's mlp_bias decides
+    attention_bias: bool = False  # if config.json does not say
     activation: Activation = "silu"
     qk_norm: bool = False
     joint_qk_norm: bool = False
@@ -127,6 +128,7 @@ FAMILIES = {
     "gpt_oss": Family(
         "GptOssForCausalLM",
         mlp_bias=False,
+        attention_bias=True,
         attention_sinks=True,
         head_dim=64,
         sliding_window=128,

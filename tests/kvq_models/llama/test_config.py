@@ -19,6 +19,7 @@ LLAMA = SIZES | {"model_type": "llama"}
 MISTRAL = SIZES | {"model_type": "mistral", "sliding_window": None}
 QWEN2 = SIZES | {"model_type": "qwen2"}
 QWEN3 = SIZES | {"model_type": "qwen3", "head_dim": 16}
+GPT_OSS = SIZES | CASES["gpt_oss"].fields | {"model_type": "gpt_oss"}
 
 ROPES = {
     "default": {"rope_type": "default"},
@@ -81,6 +82,8 @@ def test_what_a_family_cannot_express_is_not_written():
         (QWEN2, (True, False, False, False)),
         (QWEN3, (False, False, False, True)),
         (QWEN3 | {"attention_bias": True}, (True, True, False, True)),
+        (GPT_OSS, (True, True, False, False)),
+        (GPT_OSS | {"attention_bias": False}, (False, False, False, False)),
     ],
 )
 def test_biases_and_qk_norm_follow_the_family(fields, biases):
