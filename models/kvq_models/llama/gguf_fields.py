@@ -165,7 +165,14 @@ def number(fields: Fields, key: str, default: float | None = None) -> float:
 def token(fields: Fields, name: str) -> int | None:
     """Return the id of a special token (bos, eos, ...), or None if the file names none."""
     key = f"tokenizer.ggml.{name}_token_id"
-    return whole(fields, key) if key in fields else None
+    return whole(fields, key) if key in fields else unnamed_token(fields, name)
+
+
+def unnamed_token(fields: Fields, name: str) -> int | None:
+    """Return the id of a special token that the file does not name: as in llama.cpp, SentencePiece
+    vocabularies begin with <unk>, <s> and </s>."""
+    sentence_piece = fields.get("tokenizer.ggml.model") == "llama"
+    return {"bos": 1, "eos": 2}.get(name) if sentence_piece else None
 
 
 def _value(fields: Fields, key: str, kinds: type | tuple[type, ...], default: Any) -> Any:

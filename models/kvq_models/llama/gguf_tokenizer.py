@@ -13,6 +13,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvq_models.llama.gguf_fields import unnamed_token
 from kvq_models.llama.gguf_metadata import CONTROL, USER_DEFINED
 from kvq_models.llama.lazy_tokenizer import LazyTokenizer
 
@@ -309,7 +310,7 @@ def _strings(fields: Fields, name: str) -> list[str]:
 
 
 def _named(fields: Fields, name: str, tokens: Sequence[str]) -> str | None:
-    number = fields.get(f"tokenizer.ggml.{name}_token_id")
+    number = fields.get(f"tokenizer.ggml.{name}_token_id", unnamed_token(fields, name))
     if number is None:
         return None
     if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < len(tokens):

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from kvq_models.llama.checkpoint import CheckpointError, load_llama, open_checkpoint, read_config
+from kvq_models.llama.gguf_fields import token
+from kvq_models.llama.gguf_tokenizer import core_of, tokenizer_of
 from kvq_models.llama.hf_directory import load_tokenizer
 from kvq_models.llama.rope import rope_for
 from kvq_models.llama.rope_config import RopeConfig
@@ -140,6 +142,23 @@ def test_special_tokens_of_phi_3_swallow_the_spaces_behind_them(
     ids = open_checkpoint(path).tokenizer()("<|user|>\nH<|end|>\n<s> ").input_ids
     wanted = ["<|user|>", *(between or ["▁"]), "H", "<|end|>", *between, "<s>", "▁", "▁"]
     assert [tokens[i] for i in ids] == wanted
+
+
+def test_a_sentencepiece_file_that_names_no_first_and_last_token_has_llama_cpps():
+    tokens = ["<unk>", "<s>", "</s>", "▁", "H"]
+    fields = {
+        "model": "llama",
+        "tokens": tokens,
+        "token_type": [2, 3, 3, 1, 1],
+        "scores": [0.0] * 5,
+    }
+    fields = {f"tokenizer.ggml.{name}": value for name, value in fields.items()}
+    tokenizer = tokenizer_of(fields, core_of(fields))
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (1, 2)
+    assert tokenizer("H").input_ids == [1, 3, 4], "llama.cpp begins such texts with <s>"
+    assert [token(fields, name) for name in ("bos", "eos", "eot")] == [1, 2, None]
+    byte_level = fields | {"tokenizer.ggml.model": "gpt2"}
+    assert token(byte_level, "bos") is None
 
 
 @pytest.mark.skipif(not STORIES.exists(), reason="the small public Llama is not beside the project")
