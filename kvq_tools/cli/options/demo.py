@@ -25,10 +25,9 @@ the whole cache at the text's length, windows included, beside a dense bf16
 cache of the same capacity. Resident bytes also count what a method adds to the
 model, and its working memory. tokens/s is decoding alone, without compilation.
 A small model on a short text is no faster with a packed cache. So the demo also
-times attention in one layer of {LAYER_MODEL} on this machine, at up to
-{LAYER_CONTEXTS[-1] // 1024}K tokens. Without arguments: the embedded model, the
-opening of Pride and Prejudice, and
-{", ".join(CACHES)}."""
+times attention in one layer of {LAYER_MODEL} on this machine, at up to {LAYER_CONTEXTS[-1] >> 10}K
+tokens. Without arguments: the embedded model, the opening of Pride and
+Prejudice, and {", ".join(CACHES)}."""
 
 EPILOG = f"""\
 examples:
