@@ -76,7 +76,7 @@ class TemplateProcess:
         self._ready = False
         environment = os.environ | {"TRANSFORMERS_VERBOSITY": "error", "PYTHONPATH": _path()}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__],
+            [sys.executable, "-P", "-m", __name__],  # -P: no modules of the current folder
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,

@@ -152,7 +152,7 @@ def _pip_settings() -> dict[str, str]:
 
 def _pip_configuration() -> dict[str, str]:
     """Return the output of `pip config list`: pip knows where each platform keeps its files."""
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "config", "list"]
+    command = [sys.executable, "-P", "-m", "pip", "--disable-pip-version-check", "config", "list"]
     try:
         done = subprocess.run(
             command,

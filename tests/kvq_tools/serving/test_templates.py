@@ -1,6 +1,7 @@
 """Chat templates are programs from a checkpoint: none stops the server, whatever it computes."""
 
 import asyncio
+import pathlib
 import time
 from collections.abc import Iterator
 
@@ -92,7 +93,12 @@ def test_values_that_are_nested_too_deeply_are_the_clients_error(trusted: bool):
         encoder.close()
 
 
-def test_a_process_that_something_else_has_ended_starts_again(process: TemplateProcess):
+def test_a_process_that_something_else_has_ended_starts_again(
+    process: TemplateProcess, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+):
+    """In a folder with files that are named as modules of Python, which it does not import."""
+    (tmp_path / "http.py").write_text("raise ImportError")
+    monkeypatch.chdir(tmp_path)
     process.render(PLAIN, MESSAGES, {}, 1000)
     ended = process._process
     assert ended is not None
