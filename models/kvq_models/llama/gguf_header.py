@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from kvq_models.llama.stored_tensor import CheckpointError
+from kvq_models.llama.stored_tensor import CheckpointError, lfs_pointer
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -62,7 +62,8 @@ class GgufHeader:
         self.path = path
         with path.open("rb") as file:
             if file.read(len(MAGIC)) != MAGIC:
-                raise CheckpointError(f"{str(path)!r} is not a GGUF file")
+                reason = f": {pointer}" if (pointer := lfs_pointer(path)) else ""
+                raise CheckpointError(f"{str(path)!r} is not a GGUF file{reason}")
             self._buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         try:
             self._read()

@@ -34,7 +34,13 @@ from kvq_models.llama.quantized.kv_scales import KVScales, read_kv_scales
 from kvq_models.llama.quantized.quantization_config import OWN_FILES, quantization_of
 from kvq_models.llama.quantized.quantized_weights import QuantizedWeight, gathered
 from kvq_models.llama.quantized.raw_tensors import RawTensors
-from kvq_models.llama.stored_tensor import NUMBERS, CheckpointError, StoredTensor, first_line
+from kvq_models.llama.stored_tensor import (
+    NUMBERS,
+    CheckpointError,
+    StoredTensor,
+    first_line,
+    lfs_pointer,
+)
 from kvq_models.llama.tensor_names import EMBED_NAME, HEAD_NAME
 
 CONFIG_FILES = ("config.json", "generation_config.json")
@@ -384,6 +390,5 @@ def _opened(file: Path) -> Iterator[Any]:
         with safe_open(file, framework="numpy") as tensors:
             yield tensors
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"{str(file)!r} is not a whole safetensors file: {first_line(error)}"
-        ) from error
+        reason = lfs_pointer(file) or first_line(error)
+        raise CheckpointError(f"{str(file)!r} is not a whole safetensors file: {reason}") from error

@@ -30,3 +30,14 @@ class StoredTensor:
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or the name of its type if it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def lfs_pointer(path: Path) -> str:
+    """Return what to do about a pointer that Git LFS left in a file's place, or ""."""
+    try:
+        with path.open("rb") as file:
+            beginning = file.read(64)
+    except OSError:
+        return ""
+    pointer = beginning.startswith(b"version https://git-lfs")
+    return "it is a pointer of Git LFS; `git lfs pull` fetches the file" if pointer else ""

@@ -147,6 +147,14 @@ def test_missing_and_unmatched_tensors_are_named(saved):
     assert "hold tensor 'model.layers.0.self_attn.k_proj.bias'" in refusal(saved)
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "model.gguf"])
+def test_a_pointer_of_git_lfs_is_named(saved, name):
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n"
+    (saved / name).write_text(pointer)
+    path = saved if name == "model.safetensors" else saved / name
+    assert "it is a pointer of Git LFS; `git lfs pull` fetches the file" in refusal(path)
+
+
 @pytest.mark.parametrize(
     ("dtype", "named"), [(np.int32, "I32"), (np.int8, "I8"), (np.bool_, "BOOL")]
 )
