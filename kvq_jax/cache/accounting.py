@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from kvq_jax.arrays.stored import load_body
-from kvq_jax.cache.cache import Cache, check_held, dims_of, layout, plans_for
+from kvq_jax.cache.cache import Cache, check_cache, dims_of, layout, plans_for
 from kvq_jax.cache.moving import move
 from kvq_jax.cache.spec import CacheSpec
 from kvq_jax.layer.attention import of_layer
@@ -168,7 +168,7 @@ def outlier_totals(cache: Cache) -> tuple[dict[str, OutlierTotals], ...]:
     Raises:
         ValueError: if the cache was consumed.
     """
-    check_held(cache)
+    check_cache(cache)
     layers = []
     if cache.placement is not None:
         cache = move(cache, None)  # body arrays in the order of tokens
@@ -210,6 +210,7 @@ def quantized_tokens(cache: Cache, tokens: int) -> int:
         cache: a cache, or its layout.
         tokens: the number of tokens in a row.
     """
+    check_cache(cache)
     return max((plan.regions.body(tokens) for plan in cache.plans if plan.quantizes), default=0)
 
 

@@ -273,6 +273,19 @@ def check_held(cache: Tree) -> None:
         )
 
 
+def check_cache(cache: Cache) -> None:
+    """Raise ValueError if this is no cache of `init_cache`, or a call has consumed it."""
+    if not isinstance(cache, Cache):
+        remedy = {
+            "LayerCache": "; the cache of one layer goes to the plan that made it",
+            "Step": "; kvq.finish(step) returns the cache",
+        }.get(type(cache).__name__, "")
+        raise ValueError(
+            f"this call takes a cache of kvq.init_cache, got {type(cache).__name__}{remedy}"
+        )
+    check_held(cache)
+
+
 def has_prompt_statistics(spec: CacheSpec | str, config: ModelDims) -> bool:
     """Return True if a cache of this model takes statistics from a sequence's prompt: InnerQ's key
     norm, SQuat's subspace.

@@ -138,7 +138,13 @@ def check_layer(layer: int, dims: CacheDims) -> None:
 
 
 def check_sizes(dims: CacheDims) -> None:
-    """Raise ValueError if a size is not positive, or KV heads do not divide the query heads."""
+    """Raise ValueError if a size is not positive, KV heads do not divide the query heads, or the
+    attention of a layer is none."""
+    for attention in dims.attention:
+        if not isinstance(attention, Attention):
+            raise ValueError(
+                f"attention must be a kvq.Attention for each layer, got {type(attention).__name__}"
+            )
     for name in SIZES:
         positive(name, getattr(dims, name))
     if not dims.layer_heads:

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import Tracer
 from jaxtyping import Array
 
 from kvq_jax.arrays.paged import PagedBody
@@ -45,6 +46,7 @@ from kvq_jax.types.array_types import (
     ValidBT,
 )
 from kvq_jax.types.integers import check_between, int32, positive
+from kvq_jax.types.rope import Rope
 
 
 def check_parameters(spec: str, layer: int, plan: LayerPlan, params: Tree, taker: str) -> None:
@@ -137,8 +139,13 @@ def check_shapes(
         shape = wanted[name.removesuffix("_pre")]
         given = list(getattr(array, "shape", ())) or type(array).__name__
         if array is None or given != list(shape):
+            heads, remedy = layout.index("N"), ""
+            if len(shape) == len(given) == 4 and given[heads] != shape[heads] == given[3 - heads]:
+                remedy = ": swap axes 1 and 2"
+                remedy += ', or give layout="BNTH"' if layout == "BTNH" else ""
             raise ValueError(
-                f"{name} must have shape {list(shape)} in this step of this cache, got {given}"
+                f"{name} must have shape {list(shape)} in this step of this cache, got"
+                f" {given}{remedy}"
             )
         if not jnp.issubdtype(array.dtype, jnp.floating):
             raise ValueError(f"{name} must hold floats, such as float32, got {array.dtype}")
@@ -224,11 +231,19 @@ def run_layer(
     attend: bool = True,
 ) -> tuple[QueryBNTH, LayerState, Tree]:
     """Return (out, state, carry): the attention of new tokens, and the layer's state with them
-    added. Shapes are not checked.
+    added. Shapes are not checked. Raise ValueError if `prefill` is traced, or the rotation is
+    another than kvq's, such as tables of cosines.
 
     Without `attend`, the attention is unspecified and not computed: a prompt's attention is the
     same in all caches that it goes into.
     """
+    if isinstance(prefill, Tracer):
+        raise ValueError("prefill is traced: name it in the static_argnames of your jax.jit")
+    if inputs.rope is not None and not isinstance(inputs.rope, Rope):
+        raise ValueError(
+            "rope must be kvq.types.Rope(inverse_frequencies, attention_factor), got"
+            f" {type(inputs.rope).__name__}"
+        )
     # The choice depends on the device, so it is made here and not inside `_layer_step`, whose trace
     # equal layers share.
     parts = 1 if placement is None else placement.size("heads")

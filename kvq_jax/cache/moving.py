@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvq_jax.cache.cache import Cache, axes, check_held, shardings
+from kvq_jax.cache.cache import Cache, axes, check_cache, shardings
 from kvq_jax.layer.plan import LayerPlan
 from kvq_jax.layer.regions import Regions
 from kvq_jax.placement.placement import Placement
@@ -41,7 +41,7 @@ def move(cache: Cache, placement: Placement | None) -> Cache:
     Raises:
         ValueError: in one line, if the method cannot have the placement, or the cache was consumed.
     """
-    check_held(cache)
+    check_cache(cache)
     described = axes(cache.spec, cache.dims, cache.batch, cache.capacity, cache.dtype, placement)
     leaves = zip(
         orders(cache),

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvq_jax.arrays.stored import load_body
-from kvq_jax.cache.cache import Cache, check_held
+from kvq_jax.cache.cache import Cache, check_cache
 from kvq_jax.cache.moving import move
 from kvq_jax.layer.plan import LayerPlan
 from kvq_jax.types.array_types import Tree
@@ -51,7 +51,7 @@ def overflowed(cache: Cache) -> tuple[Overflow, ...]:
     Raises:
         ValueError: if the cache was consumed.
     """
-    check_held(cache)
+    check_cache(cache)
     if cache.placement is not None:
         cache = move(cache, None)  # body arrays in the order of tokens
     overflows, lengths = [], np.asarray(cache.lengths)

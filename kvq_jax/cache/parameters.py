@@ -62,6 +62,11 @@ def prepare_layer(
     """
     spec, sizes = parse(spec), dims_of(dims)
     check_layer(layer, sizes)
+    if not isinstance(calibrated, Mapping | None):
+        raise ValueError(
+            "calibrated must be what kvq.parameters.calibrate returns for one layer, got"
+            f" {type(calibrated).__name__}"
+        )
     plan, sizes = parameter_plans(spec, sizes)[layer], sizes.at(layer)
     from_weights: tuple[Tree, Tree] = ((), ())
     if plan.k.learning.weights or plan.v.learning.weights:
@@ -131,7 +136,7 @@ def calibrate_layer(
             raise ValueError(
                 f"{str(spec)!r} is fitted to the queries of layer {layer}: give queries="
             )
-        if side not in rows or side not in gradients:
+        if side not in (rows or ()) or side not in (gradients or ()):
             raise ValueError(
                 f"{str(spec)!r} is calibrated on {side} of layer {layer}: give rows[{side!r}] and"
                 f" gradients[{side!r}]"
@@ -277,7 +282,7 @@ def _check_weights(weights: LayerWeights, dims: CacheDims) -> None:
         "k_norm": ("[H]", [dims.head_dim]),
     }
     for name, (axes, shape) in wanted.items():
-        array = getattr(weights, name)
+        array = getattr(weights, name, None)
         if array is None and name in ("k_bias", "v_bias", "k_norm"):
             continue
         given = list(getattr(array, "shape", ())) or type(array).__name__

@@ -22,7 +22,7 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Int
 
-from kvq_jax.cache.cache import Cache, check_held, shardings
+from kvq_jax.cache.cache import Cache, check_cache, shardings
 from kvq_jax.cache.parameters import parameter_axes, parameters_by_layer
 from kvq_jax.cache.update import take_tokens
 from kvq_jax.cache.wrapped_body import blocks_from, held_from
@@ -64,7 +64,7 @@ def trim(cache: Cache, lengths: Integers, parameters: tuple[Tree, ...] = ()) -> 
             number of layers, a window has left the tokens that a row would go back to, or the cache
             was consumed.
     """
-    check_held(cache)
+    check_cache(cache)
     limits = jnp.asarray(int32("lengths", lengths))
     if limits.shape != (cache.batch,):
         raise ValueError(f"lengths must be [{cache.batch}], got shape {limits.shape}")
@@ -122,7 +122,7 @@ def select_rows(cache: Cache, index: Integers) -> Cache:
         ValueError: if `index` is not such a vector, the placement cannot split that many rows, or
             the cache was consumed.
     """
-    check_held(cache)
+    check_cache(cache)
     index = jnp.asarray(int32("index", index))
     if index.ndim != 1 or not index.size:
         raise ValueError(f"index must be a vector of row numbers, got shape {index.shape}")
@@ -155,6 +155,7 @@ def repeat_rows(cache: Cache, repeats: int) -> Cache:
     Raises:
         ValueError: if `repeats` is not an integer of at least 1, or as `select_rows`.
     """
+    check_cache(cache)
     return select_rows(cache, np.repeat(np.arange(cache.batch), positive("repeats", repeats)))
 
 
@@ -219,8 +220,8 @@ def _replaced(cache: Cache, index: Int[Array, ""], row: Cache) -> Cache:
 
 
 def _check_alike(first: Cache, second: Cache, failure: str) -> None:
-    check_held(first)
-    check_held(second)
+    check_cache(first)
+    check_cache(second)
     for field in ("spec", "dims", "capacity", "dtype", "placement"):
         one, other = getattr(first, field), getattr(second, field)
         if one != other:

@@ -26,7 +26,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 
-from kvq_jax.cache.cache import Cache, axes, check_held, layout, row_dtype
+from kvq_jax.cache.cache import Cache, axes, check_cache, layout, row_dtype
 from kvq_jax.cache.dims import SIZES, CacheDims, dims_of
 from kvq_jax.cache.moving import deals, orders, placers
 from kvq_jax.cache.spec import CacheSpec, parse
@@ -97,7 +97,7 @@ def save_cache(
         ValueError: if the cache was consumed.
         OSError: if the file cannot be written.
     """
-    check_held(cache)
+    check_cache(cache)
     header = {
         "format": FORMAT,
         "format_version": VERSION,

@@ -177,6 +177,8 @@ def parse(text: str | CacheSpec) -> CacheSpec:
     """
     if isinstance(text, CacheSpec):
         return text
+    if not isinstance(text, str):
+        raise ValueError(f"a cache is a text such as 'kivi:bits=2', got {type(text).__name__}")
     parts = re.split(r"\+(?![0-9])", text.strip())  # 1e+16 is a number
     if len(parts) == 1 and parts[0][:2] not in ("k=", "v="):
         name, options = _split(parts[0])
@@ -329,7 +331,7 @@ def _with_cache_options(spec: CacheSpec, options: dict[str, str]) -> CacheSpec:
     for key, text in options.items():
         try:
             changes[key] = (
-                _read_ranges(text)
+                [_read_range(item) for item in text.split("/")]
                 if key == "skip_layers"
                 else _read(text, type(getattr(spec, key)))
             )
@@ -349,10 +351,6 @@ def _with_cache_options(spec: CacheSpec, options: dict[str, str]) -> CacheSpec:
                 f"{key}={text} is too small: sink and recent are at least 0, block at least 1"
             )
     return dataclasses.replace(spec, **changes)
-
-
-def _read_ranges(text: str) -> list[tuple[int, int]]:
-    return [_read_range(item) for item in text.split("/")]
 
 
 def _read_range(text: str) -> tuple[int, int]:

@@ -38,11 +38,8 @@ def _made(public: str, name: str) -> Callable[..., CacheSpec]:
     options = {field.name: field for field in method.options()}
 
     def make(**values: Any) -> CacheSpec:
-        texts = (
-            f"{key}={write_layers(value) if key == 'skip_layers' else value_text(value)}"
-            for key, value in values.items()
-            if value is not None and not (key == "skip_layers" and len(value) == 0)
-        )
+        written = {key: _written(name, key, value) for key, value in values.items()}
+        texts = (f"{key}={text}" for key, text in written.items() if text)
         return parse(":".join(filter(None, (name, ",".join(texts)))))
 
     parameters = [
@@ -71,3 +68,17 @@ def _made(public: str, name: str) -> Callable[..., CacheSpec]:
         ]
     )
     return make
+
+
+def _written(method: str, option: str, value: Any) -> str:
+    """Return an option's value as a spec writes it, "" to leave it out."""
+    if value is None:
+        return ""
+    if option == "skip_layers" and not isinstance(value, str | int):
+        return write_layers(value)
+    if isinstance(value, list | tuple | dict):
+        raise ValueError(
+            f"{method}:{option}={value} must be one value; a text such as '4@0-1/2' gives layers 0"
+            " and 1 another one"
+        )
+    return value_text(value)

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from jaxtyping import Array, Float
 
 from kvq_jax.attention.dispatch import Implementation
-from kvq_jax.cache.cache import Cache, check_held
+from kvq_jax.cache.cache import Cache, check_cache
 from kvq_jax.cache.layer_step import (
     check_parameters,
     check_shapes,
@@ -103,7 +103,7 @@ def begin(
         ValueError: in one line, if the cache was consumed, the lengths do not fit the batch or
             the tokens, or parameters that the cache's method needs are missing.
     """
-    check_held(cache)
+    check_cache(cache)
     by_layer = parameters_by_layer(cache, parameters)
     for layer, (plan, params) in enumerate(zip(cache.plans, by_layer, strict=True)):
         check_parameters(str(cache.spec), layer, plan, params, "begin(..., parameters=...)")
@@ -156,6 +156,7 @@ def append_and_attend(
             is missing (the message names it), sinks are missing or the layer has none, the step has
             gone through all layers, or a named implementation cannot run.
     """
+    _check_step(step)
     arrays = dict(q=q, q_pre=q_pre, k=k, k_pre=k_pre, v=v, x=x, residual=residual, sinks=sinks)
     dims = step.cache.dims.at(min(step.layer, len(step.cache.layers) - 1))
     check_shapes(dims, step.positions.shape, arrays)
@@ -208,6 +209,7 @@ def finish(step: Step) -> Cache:
     Raises:
         ValueError: if the step has not gone through every layer.
     """
+    _check_step(step)
     if step.layer != len(step.cache.layers):
         raise ValueError(
             f"the step went through {step.layer} of {len(step.cache.layers)} layers: call"
@@ -215,3 +217,8 @@ def finish(step: Step) -> Cache:
         )
     lengths = counted(step.cache.lengths, step.valid, step.cache.placement)
     return dataclasses.replace(step.cache, lengths=lengths)
+
+
+def _check_step(step: Step) -> None:
+    if not isinstance(step, Step):
+        raise ValueError(f"this call takes the step of kvq.begin, got {type(step).__name__}")

@@ -26,7 +26,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int, UInt32
 
-from kvq_jax.cache.cache import Cache, axes, check_held
+from kvq_jax.cache.cache import Cache, axes, check_cache
 from kvq_jax.layer.regions import Regions
 from kvq_jax.types.array_types import ArraySpec
 from kvq_jax.types.integers import check_between
@@ -76,7 +76,7 @@ def seal(cache: Cache, layers: Sequence[int] | None = None, row: int | None = No
     Raises NotImplementedError for a cache on a mesh, ValueError if the cache was consumed or has no
     such layer or row.
     """
-    check_held(cache)
+    check_cache(cache)
     if cache.placement is not None:
         raise NotImplementedError("caches on a mesh cannot be verified; leave out placement")
     lengths = np.array(cache.lengths)

@@ -74,6 +74,7 @@ def _is_share(whole: ArraySpec, part: ArraySpec, heads: int) -> bool:
 def placed(plan: LayerPlan, placement: Placement | None, query_heads: int) -> LayerPlan:
     """Return a layer's plan with its body dealt out as the placement asks. Raise ValueError, in one
     line, if the method does not allow it."""
+    check_kind(placement)
     if placement is None:
         return plan
     reason = refused(plan, placement, query_heads)
@@ -82,8 +83,17 @@ def placed(plan: LayerPlan, placement: Placement | None, query_heads: int) -> La
     return plan.dealt(placement.size("tokens"), placement.tokens)
 
 
+def check_kind(placement: Placement | None) -> None:
+    """Raise ValueError, in one line, for what is no placement, such as a mesh."""
+    if not isinstance(placement, Placement | None):
+        raise ValueError(
+            f"placement must be a kvq.Placement(mesh, ...) or None, got {type(placement).__name__}"
+        )
+
+
 def check_rows(placement: Placement | None, batch: int) -> None:
     """Raise ValueError, in one line, if a placement cannot split `batch` rows."""
+    check_kind(placement)
     rows = 1 if placement is None else placement.size("rows")
     if batch % rows:
         raise ValueError(

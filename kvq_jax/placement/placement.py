@@ -51,6 +51,11 @@ class Placement:
     tokens: str | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.mesh, Mesh | AbstractMesh):
+            raise ValueError(
+                "mesh must be a jax.sharding.Mesh, as jax.make_mesh returns, got"
+                f" {type(self.mesh).__name__}"
+            )
         named = [axis for axis in (self.rows, self.heads, self.tokens) if axis is not None]
         unknown = [axis for axis in named if axis not in self.mesh.axis_names]
         if unknown:

@@ -51,6 +51,10 @@ def positive(name: str, value: Any) -> int:
     except TypeError:
         number = 0
     if isinstance(value, bool) or number < 1:
+        if isinstance(value, Tracer):
+            raise ValueError(f"{name} must be an integer that is known when a program is traced")
+        if getattr(value, "shape", ()):
+            raise ValueError(f"{name} must be one integer, got an array {list(value.shape)}")
         raise ValueError(f"{name}={value} must be an integer of at least 1")
     return number
 

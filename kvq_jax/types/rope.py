@@ -38,7 +38,7 @@ class Rope:
     def scaled(self, rows: Float[Array, "... H"]) -> Float[Array, "... H"]:
         """Return rows times the attention factor of their channels' pairs."""
         factor = self.attention_factor
-        return _times(rows, jnp.tile(factor, 2) if factor.ndim else factor)
+        return _times(rows, jnp.tile(factor, 2) if jnp.ndim(factor) else factor)
 
 
 def without_rotation(rope: Rope) -> Rope:
@@ -66,6 +66,11 @@ def rotate(
     Returns:
         The rotated rows, [B, K, T, H] in the dtype of `rows`.
     """
+    if rows.shape[-1] != 2 * (pairs := len(rope.inverse_frequencies)):
+        raise ValueError(
+            f"rows of {rows.shape[-1]} channels have {rows.shape[-1] // 2} inverse frequencies in a"
+            f" Rope, got {pairs}: one for each pair (i, i + H / 2), 0 for pairs that do not rotate"
+        )
     # Without the barrier, XLA computes a token's cosines again for each of its heads
     # (docs/decisions/angles.md).
     cos_B1Th, sin_B1Th = (
@@ -86,10 +91,11 @@ def cosines_and_sines(
     Their error is at most 2e-7 a at positions up to 2^24, and 1e-6 a at any position
     (pallas_kernels/angles.py).
     """
-    cos, sin = cos_and_sin(positions, rope.inverse_frequencies)
+    cos, sin = cos_and_sin(positions, jnp.asarray(rope.inverse_frequencies, jnp.float32))
     return _times(cos, rope.attention_factor), _times(sin, rope.attention_factor)
 
 
 def _times(rows: Float[Array, "... C"], factor: Float[Array, "..."]) -> Float[Array, "... C"]:
     """Return rows times one factor, or one for each entry of the last axis."""
+    factor = jnp.asarray(factor, jnp.float32)
     return rows * (jnp.expand_dims(factor, range(rows.ndim - 1)) if factor.ndim else factor)

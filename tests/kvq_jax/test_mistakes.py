@@ -1,0 +1,135 @@
+"""Mistakes that people make with the public names: each is one line that says what to pass, or
+works."""
+
+import functools
+import pathlib
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvq_jax as kvq
+
+DIMS = kvq.CacheDims(2, 4, 2, 32, 64)
+SPEC = "kivi:bits=2,recent=8,block=8"
+Q, K = jnp.zeros((2, 4, 3, 32)), jnp.zeros((2, 2, 3, 32))
+INVERSE = jnp.ones(16)
+
+
+@functools.cache
+def cache() -> kvq.cache.Cache:
+    return kvq.init_cache(SPEC, DIMS, 2, 16, "float32")
+
+
+@functools.cache
+def plan() -> Any:
+    return kvq.layer_plan(SPEC, DIMS, layer=0, capacity=16, dtype="float32")
+
+
+def begun(cache: Any, prefill: Any = True, tokens: Any = 3) -> Any:
+    return kvq.begin(cache, tokens, prefill=prefill)
+
+
+def attended(*arrays: Any, prefill: Any = True, **options: Any) -> Any:
+    return kvq.append_and_attend(begun(cache(), prefill), *arrays, **options)
+
+
+FILE = pathlib.Path("never-written")
+OF_A_LAYER = "takes a cache of kvq.init_cache, got LayerCache; the cache of one layer goes to"
+MISTAKES = [
+    *(
+        (call, OF_A_LAYER)
+        for call in (
+            lambda: begun(plan().init(2)),
+            lambda: kvq.rows.trim(plan().init(2), [1, 1]),
+            lambda: kvq.rows.select(plan().init(2), [0]),
+            lambda: kvq.rows.repeat(plan().init(2), 2),
+            lambda: kvq.rows.merge(cache(), plan().init(2)),
+            lambda: kvq.rows.replace(cache(), 0, plan().init(2)),
+            lambda: kvq.rows.move(plan().init(2), None),
+            lambda: kvq.files.save(plan().init(2), FILE),
+            lambda: kvq.files.seal(plan().init(2)),
+            lambda: kvq.size.quantized_tokens(plan().init(2), 3),
+            lambda: kvq.size.dropped_outliers(plan().init(2)),
+        )
+    ),
+    (lambda: begun(begun(cache())), "got Step; kvq.finish(step) returns the cache"),
+    (lambda: kvq.append_and_attend(cache(), Q, K, K), "the step of kvq.begin, got Cache"),
+    (lambda: kvq.finish(cache()), "the step of kvq.begin, got Cache"),
+    (lambda: begun(cache(), tokens=jnp.ones((2, 80))), "one integer, got an array [2, 80]"),
+    (
+        lambda: jax.jit(lambda tokens: begun(cache(), tokens=tokens))(3),
+        "tokens must be an integer that is known when a program is traced",
+    ),
+    (
+        lambda: jax.jit(lambda prefill: attended(Q, K, K, prefill=prefill))(True),
+        "prefill is traced: name it in the static_argnames",
+    ),
+    (lambda: attended(*(a.swapaxes(1, 2) for a in (Q, K, K))), "swap axes 1 and 2"),
+    (
+        lambda: plan().attend(plan().init(2), Q, K, K, prefill=True, layout="BTNH"),
+        'swap axes 1 and 2, or give layout="BNTH"',
+    ),
+    (
+        lambda: attended(Q, K, K, rope=(INVERSE, 1.0)),
+        "rope must be kvq.types.Rope(inverse_frequencies, attention_factor), got tuple",
+    ),
+    (
+        lambda: kvq.types.rotate(Q, jnp.zeros((1, 3), int), kvq.types.Rope(jnp.ones(32), 1.0)),
+        "rows of 32 channels have 16 inverse frequencies in a Rope, got 32",
+    ),
+    (lambda: kvq.parse(None), "a cache is a text such as 'kivi:bits=2', got NoneType"),
+    (lambda: kvq.init_cache(DIMS, SPEC, 2, 16), "a cache is a text such as 'kivi:bits=2', got Ca"),
+    (lambda: kvq.Kivi(bits=[4, 2]), "kivi:bits=[4, 2] must be one value; a text such as '4@0-1/2'"),
+    (
+        lambda: kvq.init_cache(SPEC, DIMS, 2, 16, placement="cpu"),
+        "placement must be a kvq.Placement(mesh, ...) or None, got str",
+    ),
+    (
+        lambda: kvq.layer_plan(SPEC, DIMS, layer=0, capacity=8, placement=jax.make_mesh((1,), "x")),
+        "placement must be a kvq.Placement(mesh, ...) or None, got Mesh",
+    ),
+    (lambda: kvq.Placement("cpu"), "mesh must be a jax.sharding.Mesh"),
+    (
+        lambda: kvq.layer_plan(SPEC, DIMS, layer=0, capacity=8, attention="causal"),
+        "attention must be a kvq.Attention for each layer, got str",
+    ),
+    (
+        lambda: kvq.parameters.prepare("kvquant", DIMS, 0, calibrated=[1]),
+        "calibrated must be what kvq.parameters.calibrate returns for one layer, got list",
+    ),
+    (
+        lambda: kvq.parameters.prepare("xquant", DIMS, 0, weights={"k": 1}),
+        "k_kernel must be [D, K * H] = [64, 64], got NoneType",
+    ),
+    (
+        lambda: kvq.parameters.calibrate("kvquant", DIMS, 0, {"k": K, "v": K}, None),
+        "give rows['k'] and gradients['k']",
+    ),
+]
+
+
+@pytest.mark.usefixtures("types_unchecked")
+@pytest.mark.parametrize(("call", "message"), MISTAKES)
+def test_a_mistake_is_one_line_that_says_what_to_pass(call: Any, message: str):
+    end = r"(\Z|\n-+\n)"  # JAX adds lines about its own frames to what is raised in a trace
+    with pytest.raises(ValueError, match=rf"\A.*{re.escape(message)}.*{end}"):
+        call()
+
+
+@pytest.mark.usefixtures("types_unchecked")
+def test_numbers_of_python_and_numpy_make_a_rotation_and_a_spec():
+    rows, positions = jax.random.normal(jax.random.key(0), Q.shape), jnp.arange(3)[None]
+    arrays = kvq.types.Rope(INVERSE, jnp.full((), 2.0))
+    for rope in (
+        kvq.types.Rope(np.ones(16), 2),
+        kvq.types.Rope([1.0] * 16, 2.0),
+    ):
+        same = kvq.types.rotate(rows, positions, rope) == kvq.types.rotate(rows, positions, arrays)
+        assert same.all()
+        assert (rope.scaled(rows) == 2 * rows).all()
+    for layers in (0, [0], (0,), "0"):
+        assert kvq.Kivi(skip_layers=layers) == kvq.parse("kivi:skip_layers=0")
