@@ -91,10 +91,8 @@ class CodebookArray:
         largest, dtype = self.scale.astype(jnp.float32), self.format.scale_dtype
         limit = float(jnp.finfo(dtype).max)
         if self.zero is not None:
-            largest, limit = (
-                largest + jnp.abs(self.zero.astype(jnp.float32)),
-                saturation_limit(dtype),
-            )
+            largest = largest + jnp.abs(self.zero.astype(jnp.float32))
+            limit = saturation_limit(dtype)
         return out_of_range(largest, self.scale, limit, 3)
 
 

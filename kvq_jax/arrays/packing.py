@@ -35,7 +35,6 @@ def pack(codes: Integer[Array, "*batch tokens channels"], layout: PlaneLayout) -
 
     Args:
         codes: [..., T, H], T a multiple of the layout's span.
-        layout: the layout of the words.
     """
     *batch, tokens, channels = codes.shape
     n, c, width, span = layout.slots, layout.chunks, layout.width, layout.span

@@ -27,6 +27,7 @@ import jax
 import jaxlib
 
 from kvq_jax.files import whole
+from kvq_jax.files.json_text import parse_json
 from kvq_jax.files.user_cache import cache_folder
 from kvq_jax.layer.plan import LayerPlan
 from pallas_kernels.launch import Arithmetic, KernelRoute, Launch
@@ -165,8 +166,8 @@ def _verdict(format: Format, device: Any, test: Test, folder: Path) -> Verdict:
     key = hashlib.sha256(repr((device.device_kind, versions, format)).encode()).hexdigest()[:32]
     file = folder / f"{key}.json"
     # none yet, or none that can be read
-    with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
-        return Verdict(**json.loads(file.read_text(encoding="utf-8")))
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        return Verdict(**parse_json(file.read_text(encoding="utf-8")))
     # This runs while a step is traced. Nothing is traced in a new thread, so it can compute.
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         outcome = thread.submit(test, format, device)

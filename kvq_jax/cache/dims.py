@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvq_jax.files.json_text import parse_json
 from kvq_jax.layer import attention as layer_attention
 from kvq_jax.layer.attention import Attention
 from kvq_jax.layer.known_attention import attention_of
@@ -83,7 +84,7 @@ class CacheDims:
     @classmethod
     def from_json(cls, text: str) -> CacheDims:
         """Return the dimensions of a file. Raise TypeError or ValueError if it has none."""
-        fields = json.loads(text)
+        fields = parse_json(text)
         if not isinstance(fields, dict):
             raise TypeError(f"dimensions are an object, got {text[:40]!r}")
         attention = layer_attention.from_json(fields.pop("attention", ()))

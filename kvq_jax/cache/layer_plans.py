@@ -22,31 +22,10 @@ from jaxtyping import Array, Float, Int
 
 from kvq_jax.attention import reference
 from kvq_jax.attention.dispatch import Implementation
-from kvq_jax.cache import display
+from kvq_jax.cache import call_layout, display, layer_step
 from kvq_jax.cache.cache import CacheDims, dims_of, plans, row_dtype
-from kvq_jax.cache.call_layout import (
-    Layout,
-    Padding,
-    Rows,
-    check_layout,
-    left_padding,
-    tokens_of,
-    turned,
-    unshifted,
-)
 from kvq_jax.cache.dims import check_layer
 from kvq_jax.cache.layer_cache import LayerCache
-from kvq_jax.cache.layer_step import (
-    check_made,
-    check_parameters,
-    check_shapes,
-    check_sinks,
-    check_split,
-    counted,
-    following,
-    new_tokens,
-    run_layer,
-)
 from kvq_jax.cache.spec import CacheSpec, parse
 from kvq_jax.layer.attention import Attention
 from kvq_jax.layer.plan import LayerPlan
@@ -109,7 +88,7 @@ class CachePlan:
         cache: LayerCache,
         tokens: int,
         lengths: Integers | None = None,
-        padding: Padding = "right",
+        padding: call_layout.Padding = "right",
     ) -> PositionsBT:
         """Return [B, T], the positions in their sequences of T new tokens, which RoPE takes. The
         positions of padding are unspecified, and not negative.
@@ -121,20 +100,20 @@ class CachePlan:
             padding: the side of the padding.
         """
         where, _ = self._new(cache, tokens, lengths)
-        shift = left_padding(tokens, lengths, padding)
+        shift = call_layout.left_padding(tokens, lengths, padding)
         return where if shift is None else jnp.maximum(where - shift[:, None], 0)
 
     def attend(
         self,
         cache: LayerCache,
-        q: Rows,
-        k: Rows,
-        v: Rows,
+        q: call_layout.Rows,
+        k: call_layout.Rows,
+        v: call_layout.Rows,
         *,
         lengths: Integers | None = None,
         prefill: bool,
-        layout: Layout = "BTNH",
-        padding: Padding = "right",
+        layout: call_layout.Layout = "BTNH",
+        padding: call_layout.Padding = "right",
         scale: float | None = None,
         window: int | None = None,
         soft_cap: float | None = None,
@@ -142,8 +121,8 @@ class CachePlan:
         lse: bool = False,
         parameters: Tree = (),
         implementation: Implementation = None,
-        q_pre: Rows | None = None,
-        k_pre: Rows | None = None,
+        q_pre: call_layout.Rows | None = None,
+        k_pre: call_layout.Rows | None = None,
         x: Float[Array, "B T D"] | None = None,
         residual: Float[Array, "B T D"] | None = None,
         rope: Rope | None = None,
@@ -195,28 +174,28 @@ class CachePlan:
             ValueError: in one line, if a shape does not fit, the method needs an array that is
                 missing (the message names it), or a named implementation cannot run.
         """
-        check_made(cache, self.layer, self.dtype)
+        layer_step.check_made(cache, self.layer, self.dtype)
         arrays = dict(q=q, k=k, v=v, q_pre=q_pre, k_pre=k_pre, x=x, residual=residual, sinks=sinks)
         inputs, shift = self._inputs(cache, arrays, rope, lengths, layout, padding)
         asked = self._attending(scale, window, soft_cap, sinks, lse)
         out, after = asked._run(cache, inputs, parameters, prefill, implementation)
-        out = unshifted(out, shift, axis=2)
+        out = call_layout.unshifted(out, shift, axis=2)
         out = out if layout == "BNTH" else jnp.swapaxes(out, 1, 2)
         return (out[..., :-1].astype(q.dtype), out[..., -1], after) if lse else (out, after)
 
     def append(
         self,
         cache: LayerCache,
-        k: Rows,
-        v: Rows,
+        k: call_layout.Rows,
+        v: call_layout.Rows,
         *,
-        q: Rows | None = None,
+        q: call_layout.Rows | None = None,
         lengths: Integers | None = None,
         prefill: bool = True,
-        layout: Layout = "BTNH",
-        padding: Padding = "right",
+        layout: call_layout.Layout = "BTNH",
+        padding: call_layout.Padding = "right",
         parameters: Tree = (),
-        k_pre: Rows | None = None,
+        k_pre: call_layout.Rows | None = None,
         x: Float[Array, "B T D"] | None = None,
         residual: Float[Array, "B T D"] | None = None,
         rope: Rope | None = None,
@@ -231,11 +210,11 @@ class CachePlan:
         Raises:
             ValueError: as `attend`, and if the method reads queries and q is None.
         """
-        check_made(cache, self.layer, self.dtype)
+        layer_step.check_made(cache, self.layer, self.dtype)
         if q is None and parse(self.spec).reads_queries:
             raise ValueError(f"{self.spec!r} reads queries: give append q")
         if q is None:
-            heads, tokens = self.dims.num_attention_heads, tokens_of("k", k, layout)
+            heads, tokens = self.dims.num_attention_heads, call_layout.tokens_of("k", k, layout)
             shape = (len(k), tokens, heads) if layout == "BTNH" else (len(k), heads, tokens)
             q = jnp.zeros((*shape, self.dims.head_dim), k.dtype)
         arrays = dict(q=q, k=k, v=v, k_pre=k_pre, x=x, residual=residual)
@@ -246,7 +225,7 @@ class CachePlan:
         self,
         cache: LayerCache,
         *,
-        layout: Layout = "BTNH",
+        layout: call_layout.Layout = "BTNH",
         parameters: Tree = (),
         rope: Rope | None = None,
     ) -> tuple[Float[Array, "B _ _ H"], Float[Array, "B _ _ H"]]:
@@ -267,14 +246,16 @@ class CachePlan:
             ValueError: if the body is dealt out to the devices of a mesh, parameters are missing,
                 or the layout is unknown.
         """
-        check_made(cache, self.layer, self.dtype)
-        check_layout(layout)
+        layer_step.check_made(cache, self.layer, self.dtype)
+        call_layout.check_layout(layout)
         if self.layer.regions.shards > 1:
             raise ValueError(
                 "read returns tokens in order, and this body is dealt out to the devices of a mesh:"
                 " attend reads it there"
             )
-        check_parameters(self.spec, self.number, self.layer, parameters, "read(parameters=...)")
+        layer_step.check_parameters(
+            self.spec, self.number, self.layer, parameters, "read(parameters=...)"
+        )
         k, v = reference.decode_vectors(self.layer, parameters, cache.state, cache.lengths, rope)
         return (k, v) if layout == "BNTH" else (jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2))
 
@@ -293,7 +274,7 @@ class CachePlan:
                 f"{window=}, but the cache is made for window={planned.window}: give layer_plan"
                 f" attention=kvq.Attention(window={window})"
             )
-        check_sinks(self.number, planned.sinks or sinks is not None, sinks)
+        layer_step.check_sinks(self.number, planned.sinks or sinks is not None, sinks)
         attention = dataclasses.replace(
             planned,
             scale=planned.scale if scale is None else scale,
@@ -301,11 +282,11 @@ class CachePlan:
             sinks=sinks is not None,
         )
         layer = dataclasses.replace(self.layer, attention=attention, lse=lse)
-        layer = following(layer, self.spec, self.number, self.dims, self.dtype)
+        layer = layer_step.following(layer, self.spec, self.number, self.dims, self.dtype)
         return dataclasses.replace(self, layer=layer)
 
     def _new(self, cache: LayerCache, tokens: int, lengths: Integers | None) -> tuple[Any, Any]:
-        return new_tokens(
+        return layer_step.new_tokens(
             cache.lengths, self.layer.regions.capacity, tokens, lengths, self.placement
         )
 
@@ -315,17 +296,19 @@ class CachePlan:
         arrays: dict[str, Any],
         rope: Rope | None,
         lengths: Integers | None,
-        layout: Layout,
-        padding: Padding,
+        layout: call_layout.Layout,
+        padding: call_layout.Padding,
     ) -> tuple[LayerInputs, Int[Array, " B"] | None]:
         """Return the arrays of a call as the layer takes them, heads first and padded on the right,
         and the padding on the left that was removed."""
-        tokens = tokens_of("q", arrays["q"], layout)
-        check_shapes(self.dims, (cache.lengths.shape[0], tokens), arrays, layout)
-        check_split(self.placement, arrays)
+        tokens = call_layout.tokens_of("q", arrays["q"], layout)
+        layer_step.check_shapes(self.dims, (cache.lengths.shape[0], tokens), arrays, layout)
+        layer_step.check_split(self.placement, arrays)
         positions, valid = self._new(cache, tokens, lengths)
-        shift = left_padding(tokens, lengths, padding)
-        turned_arrays: dict[str, Any] = {n: turned(n, a, layout, shift) for n, a in arrays.items()}
+        shift = call_layout.left_padding(tokens, lengths, padding)
+        turned_arrays: dict[str, Any] = {
+            n: call_layout.turned(n, a, layout, shift) for n, a in arrays.items()
+        }
         names = ("x", "q_pre", "q", "k_pre", "k", "v", "residual", "sinks")
         x, q_pre, q, k_pre, k, v, *others = (cast(Any, turned_arrays.get(n)) for n in names)
         inputs = LayerInputs(x, q_pre, q, k_pre, k, v, positions, valid, rope, *others)
@@ -341,8 +324,8 @@ class CachePlan:
         attend: bool = True,
     ) -> tuple[Array, LayerCache]:
         taker = "attend(parameters=...)" if attend else "append(parameters=...)"
-        check_parameters(self.spec, self.number, self.layer, parameters, taker)
-        out, state, _ = run_layer(
+        layer_step.check_parameters(self.spec, self.number, self.layer, parameters, taker)
+        out, state, _ = layer_step.run_layer(
             self.layer,
             self.dims,
             self.placement,
@@ -354,7 +337,9 @@ class CachePlan:
             implementation=implementation,
             attend=attend,
         )
-        return out, LayerCache(state, counted(cache.lengths, inputs.valid, self.placement))
+        return out, LayerCache(
+            state, layer_step.counted(cache.lengths, inputs.valid, self.placement)
+        )
 
 
 def layer_plan(

@@ -261,8 +261,7 @@ def _header(path: pathlib.Path, header: dict[str, str], tensors: int) -> dict[st
     for field, read in readers.items():
         try:
             fields[field] = read(header[field])
-        # JSON that is nested too deeply raises RecursionError
-        except (KeyError, TypeError, ValueError, RecursionError):
+        except (KeyError, TypeError, ValueError):
             raise ValueError(
                 f"{str(path)!r}: header field {field}={header.get(field)!r} cannot be read"
             ) from None

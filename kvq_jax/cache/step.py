@@ -21,16 +21,8 @@ from collections.abc import Sequence
 from jaxtyping import Array, Float
 
 from kvq_jax.attention.dispatch import Implementation
+from kvq_jax.cache import layer_step
 from kvq_jax.cache.cache import Cache, check_cache
-from kvq_jax.cache.layer_step import (
-    check_parameters,
-    check_shapes,
-    check_sinks,
-    check_split,
-    counted,
-    new_tokens,
-    run_layer,
-)
 from kvq_jax.cache.parameters import parameters_by_layer
 from kvq_jax.types.array_types import (
     LayerInputs,
@@ -106,8 +98,12 @@ def begin(
     check_cache(cache)
     by_layer = parameters_by_layer(cache, parameters)
     for layer, (plan, params) in enumerate(zip(cache.plans, by_layer, strict=True)):
-        check_parameters(str(cache.spec), layer, plan, params, "begin(..., parameters=...)")
-    positions, valid = new_tokens(cache.lengths, cache.capacity, tokens, lengths, cache.placement)
+        layer_step.check_parameters(
+            str(cache.spec), layer, plan, params, "begin(..., parameters=...)"
+        )
+    positions, valid = layer_step.new_tokens(
+        cache.lengths, cache.capacity, tokens, lengths, cache.placement
+    )
     return Step(positions, valid, cache, by_layer, (), prefill, implementation)
 
 
@@ -159,8 +155,8 @@ def append_and_attend(
     _check_step(step)
     arrays = dict(q=q, q_pre=q_pre, k=k, k_pre=k_pre, v=v, x=x, residual=residual, sinks=sinks)
     dims = step.cache.dims.at(min(step.layer, len(step.cache.layers) - 1))
-    check_shapes(dims, step.positions.shape, arrays)
-    check_split(step.cache.placement, arrays)
+    layer_step.check_shapes(dims, step.positions.shape, arrays)
+    layer_step.check_split(step.cache.placement, arrays)
     positions, valid = step.positions, step.valid
     inputs = LayerInputs(x, q_pre, q, k_pre, k, v, positions, valid, rope, residual, sinks)
     return through_layer(step, inputs)
@@ -181,8 +177,8 @@ def through_layer(
             f"the cache has {len(cache.layers)} layers, and the step went through all of them:"
             " finish(step) returns the cache"
         )
-    check_sinks(step.layer, cache.plans[step.layer].attention.sinks, inputs.sinks)
-    out, state, carry = run_layer(
+    layer_step.check_sinks(step.layer, cache.plans[step.layer].attention.sinks, inputs.sinks)
+    out, state, carry = layer_step.run_layer(
         cache.plans[step.layer],
         cache.dims,
         cache.placement,
@@ -215,7 +211,7 @@ def finish(step: Step) -> Cache:
             f"the step went through {step.layer} of {len(step.cache.layers)} layers: call"
             " append_and_attend once for each"
         )
-    lengths = counted(step.cache.lengths, step.valid, step.cache.placement)
+    lengths = layer_step.counted(step.cache.lengths, step.valid, step.cache.placement)
     return dataclasses.replace(step.cache, lengths=lengths)
 
 

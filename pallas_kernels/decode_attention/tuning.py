@@ -76,11 +76,9 @@ def device_shared_bytes() -> int:
     all.
     """
     capability = getattr(jax.devices()[0], "compute_capability", None)
-    return (
-        SHARED_BYTES["9.0"]
-        if capability is None
-        else SHARED_BYTES.get(str(capability), min(SHARED_BYTES.values()))
-    )
+    if capability is None:
+        return SHARED_BYTES["9.0"]
+    return SHARED_BYTES.get(str(capability), min(SHARED_BYTES.values()))
 
 
 TUNING = Tuning()

@@ -144,11 +144,8 @@ class GroupedBlocks(BlockWriter):
     def _token_views(self, head: Any, place: Any, arrays: Sequence[Any]) -> list[RefView]:
         """Return the views of a group of tokens: arrays [1, group / slots, w] and [1, H]."""
         reader = self.job.reader
-        row, group, sets = (
-            place // reader.layout.slots,
-            place // reader.group,
-            len(reader.layout.sets),
-        )
+        row, group = place // reader.layout.slots, place // reader.group
+        sets = len(reader.layout.sets)
         words = [
             RefView(ref, lambda _, i, columns: (head, pl.ds(row + i, 1), columns))
             for ref in arrays[:sets]

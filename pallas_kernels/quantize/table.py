@@ -275,10 +275,8 @@ class TableBlocks(BlockWriter):
 
             def widen(head: Any, bounds: tuple[Vector, Vector]) -> tuple[Vector, Vector]:
                 x, counts = entries(head)
-                low, high = (
-                    jnp.min(jnp.where(counts, x, jnp.inf), axis=1),
-                    jnp.max(jnp.where(counts, x, -jnp.inf), axis=1),
-                )
+                low = jnp.min(jnp.where(counts, x, jnp.inf), axis=1)
+                high = jnp.max(jnp.where(counts, x, -jnp.inf), axis=1)
                 return jnp.minimum(bounds[0], low), jnp.maximum(bounds[1], high)
 
             return [

@@ -197,10 +197,7 @@ class CodebookReader(Reader):
                 else:
                     scale, zero = (s[:, None] for s in self._of_tokens(refs, group, slot, tile))
                     # The zero point adds the same to all channels of the group.
-                    scaled, shift = (
-                        w * scale,
-                        jnp.sum(w * zero, axis=0)[None, :],
-                    )
+                    scaled, shift = w * scale, jnp.sum(w * zero, axis=0)[None, :]
                 half = scaled.astype(jnp.float16)
                 for c in chunks:
                     values = looked_up.plane(slot, c)

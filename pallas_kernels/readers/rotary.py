@@ -95,11 +95,9 @@ class RotatedReader(Reader):
         is a multiple of them.
         """
         of_block = self.block & -self.block
-        return (
-            LONGEST_TILE
-            if self.shards == 1 or of_block == self.block
-            else min(of_block, LONGEST_TILE)
-        )
+        if self.shards == 1 or of_block == self.block:
+            return LONGEST_TILE
+        return min(of_block, LONGEST_TILE)
 
     def arrays(self, stored: Sequence[Array]) -> tuple[Array, ...]:
         inner, frequencies, _ = self.apart(stored)[:3]
@@ -156,11 +154,9 @@ class RotatedReader(Reader):
 
     def _distances(self, tokens: Int[Array, " n"]) -> Int[Array, " n"]:
         """Return the distance of each token from the shard's first one."""
-        return (
-            tokens
-            if self.shards == 1
-            else tokens // self.block * (self.block * self.shards) + tokens % self.block
-        )
+        if self.shards == 1:
+            return tokens
+        return tokens // self.block * (self.block * self.shards) + tokens % self.block
 
     def opened_arrays(self, refs: Sequence[Any], asm: bool) -> Sequence[Any]:
         *inner, cosines, sines = refs

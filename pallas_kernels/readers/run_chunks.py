@@ -68,10 +68,8 @@ class PlaneWords(NamedTuple):
         rows = tile.offset(slots) + number // RUN * (SPAN // slots) + number % RUN
         # slots that one slot of the layout is read as, RUN rows of a span each
         shared = SLOTS // slots
-        rows, column = (
-            rows + RUN * lax.rem(unit, shared),
-            lax.div(unit, shared) * self.layout.channels + self.piece.column,
-        )
+        rows = rows + RUN * lax.rem(unit, shared)
+        column = lax.div(unit, shared) * self.layout.channels + self.piece.column
         if self.piece.channels == WIDTH:
             return self.ref[rows, pl.ds(column, WIDTH)]
         lane = lax.broadcasted_iota(jnp.int32, (ROWS, WIDTH), 1)

@@ -67,11 +67,9 @@ def half_multiply(a: Half, b: Array, asm: bool) -> Half:
 
 def half_multiply_add(a: Half, b: Array, c: Array, asm: bool) -> Half:
     """Return a * b + c in fp16, rounded once in asm and twice in jnp."""
-    return (
-        half2("fma.rn.f16x2 $0, $1, $2, $3;", a, b, c)
-        if asm
-        else by_halves(lambda a, b, c: a * b + c, a, b, c)
-    )
+    if asm:
+        return half2("fma.rn.f16x2 $0, $1, $2, $3;", a, b, c)
+    return by_halves(lambda a, b, c: a * b + c, a, b, c)
 
 
 def half2(assembly: str, *operands: Any) -> Float16[Array, "rows W"]:

@@ -46,11 +46,9 @@ class Tile:
         """
         if self.index is None:
             return self.start // unit
-        return (
-            self.index * (self.size // unit)
-            if unit <= self.size
-            else self.index // (unit // self.size)
-        )
+        if unit <= self.size:
+            return self.index * (self.size // unit)
+        return self.index // (unit // self.size)
 
     @property
     def masked(self) -> bool:

@@ -126,10 +126,8 @@ class ProductCodec(OneSideCodec):
         return unserved("no kernel reads codes of learned vectors")
 
     def _parameters(self, heads: int) -> dict[str, ArraySpec]:
-        group, d = (
-            (Axis("kv_heads", heads), Axis("none", self.groups)),
-            Axis("none", self.group_size),
-        )
+        group = Axis("kv_heads", heads), Axis("none", self.groups)
+        d = Axis("none", self.group_size)
         return {
             "codewords": ArraySpec((*group, Axis("none", 2**self.bits), d), "float16"),
             "metric": ArraySpec((*group, d, d), "float32"),
