@@ -16,21 +16,13 @@ from typing import Any, BinaryIO
 
 import filelock
 
+from kvq_jax.files.json_text import parse_json
 from kvq_models.inference.engine.engine import Engine
 from kvq_models.inference.engine.requests import Ended, Request, Token
 from kvq_models.inference.sampling import Sampling
 from kvq_models.llama.config import LlamaConfig
 from kvq_tools import json_lines
-from kvq_tools.cli import engines, inputs, interruption, sampling_options, text_input
-from kvq_tools.cli.console import (
-    UserError,
-    bar,
-    check_finite,
-    format_bytes,
-    input_errors,
-    print_json,
-    progress,
-)
+from kvq_tools.cli import console, engines, inputs, interruption, sampling_options, text_input
 from kvq_tools.cli.continuation import Continuation
 from kvq_tools.cli.tables import print_line
 
@@ -72,18 +64,18 @@ def run(options: argparse.Namespace) -> None:
             need = max(len(item.request.prompt) + item.request.max_new_tokens for item in pending)
             size = engines.size_of(options, config, inputs.round_up(need, CAPACITY_STEP))
             if need > size.capacity:
-                raise UserError(
+                raise console.UserError(
                     f"the longest prompt and its new tokens are {need} tokens, and the capacity is"
                     f" {size.capacity}"
                 )
             inputs.warn_beyond(need, config)
             longest = max(len(item.request.prompt) for item in pending)
             engine = engines.loaded(options, size, QUEUE, longest=longest)
-            with progress("compiling"):
+            with console.progress("compiling"):
                 engine.warm_up()
             started = time.monotonic()
             with interruption.advised("run the same command again to continue"):
-                shown = bar(pending, "generating answers")
+                shown = console.bar(pending, "generating answers")
                 for _, (item, ids, reason) in zip(shown, answered(engine, pending), strict=True):
                     prompt, ends = list(item.request.prompt), config.eos_token_ids
                     text = None
@@ -108,11 +100,11 @@ def run(options: argparse.Namespace) -> None:
         "out": options.out,
     }
     if options.json:
-        print_json("batch", done)
+        console.print_json("batch", done)
     else:
         print_line(_in_words(done, options.cache.text))
     text_input.advise_chat(tokenizer, "try --chat and another --out", ended_at_once=at_once)
-    check_finite([f"{options.cache.text} ({lost} answers)"] if lost else [])
+    console.check_finite([f"{options.cache.text} ({lost} answers)"] if lost else [])
 
 
 def answered(
@@ -149,40 +141,34 @@ def read_items(
         if not line.strip():
             continue
         try:
-            fields = json.loads(line)
-            request = _request(
-                {"prompt": fields} if isinstance(fields, str) else fields,
-                options,
-                config,
-                tokenizer,
-                base,
-            )
-            request.check(
-                config.vocab_size,
-                options.capacity or max(len(request.prompt) + request.max_new_tokens, 1),
-            )
+            fields = parse_json(line)
+            if isinstance(fields, str):
+                fields = {"prompt": fields}
+            request = _request(fields, options, config, tokenizer, base)
+            need = len(request.prompt) + request.max_new_tokens
+            request.check(config.vocab_size, options.capacity or max(need, 1))
         except json.JSONDecodeError as error:
-            raise UserError(
+            raise console.UserError(
                 f"{options.prompts}, line {number}: write a text in quotes or an object, as JSON"
                 f" ({error})"
             ) from error
-        except (UserError, ValueError, RecursionError) as error:
-            raise UserError(f"{options.prompts}, line {number}: {error}") from error
-        name = fields.get("id", number - 1) if isinstance(fields, dict) else number - 1
+        except (console.UserError, ValueError) as error:
+            raise console.UserError(f"{options.prompts}, line {number}: {error}") from error
+        name = fields.get("id", number - 1)
         if not isinstance(name, str | int) or isinstance(name, bool):
-            raise UserError(
+            raise console.UserError(
                 f"{options.prompts}, line {number}: id must be a text or an integer, got {name!r}"
             )
         digest = hashlib.sha256(
             json.dumps([settings, dataclasses.astuple(request)]).encode()
         ).hexdigest()[:16]
-        plain = not options.chat and (isinstance(fields, str) or "prompt" in fields)
+        plain = not options.chat and "prompt" in fields
         items.append(PromptLine(name, digest, request, plain))
     if not items:
-        raise UserError(f"{options.prompts!r} has no prompts")
+        raise console.UserError(f"{options.prompts!r} has no prompts")
     ((name, count),) = Counter(item.id for item in items).most_common(1)
     if count > 1:
-        raise UserError(f"{options.prompts!r} has {count} prompts with the id {name!r}")
+        raise console.UserError(f"{options.prompts!r} has {count} prompts with the id {name!r}")
     return items
 
 
@@ -249,11 +235,11 @@ def _answers(path: Path) -> Iterator[tuple[dict[str | int, str], BinaryIO]]:
     An incomplete last line is removed. Raises UserError if the file does not hold answers, or if
     another process writes to it.
     """
-    with input_errors(), contextlib.ExitStack() as stack:
+    with console.input_errors(), contextlib.ExitStack() as stack:
         try:
             stack.enter_context(filelock.FileLock(path.with_name(f".{path.name}.lock"), timeout=0))
         except filelock.Timeout:
-            raise UserError(f"another process writes to {str(path)!r}") from None
+            raise console.UserError(f"another process writes to {str(path)!r}") from None
         stack.callback(path.with_name(f".{path.name}.lock").unlink, missing_ok=True)
         file = stack.enter_context(open(path, "a+b"))
         file.seek(0)
@@ -262,14 +248,14 @@ def _answers(path: Path) -> Iterator[tuple[dict[str | int, str], BinaryIO]]:
         keys: dict[str | int, str] = {}
         for number, line in enumerate(whole.splitlines(), start=1):
             try:
-                answer = json.loads(line)
+                answer = parse_json(line)
                 keys[answer["id"]] = answer["key"]
-            except (ValueError, KeyError, TypeError, RecursionError):
-                raise UserError(
+            except (ValueError, KeyError, TypeError):
+                raise console.UserError(
                     f"{str(path)!r}, line {number}, is no answer of kvq generate; name another file"
                 ) from None
         if not whole and content and not content.startswith(b'{"id": '):
-            raise UserError(f"{str(path)!r} is no file of answers; name another one")
+            raise console.UserError(f"{str(path)!r} is no file of answers; name another one")
         file.truncate(len(whole))
         file.seek(len(whole))
         yield keys, file
@@ -278,7 +264,7 @@ def _answers(path: Path) -> Iterator[tuple[dict[str | int, str], BinaryIO]]:
 def _pending(path: str, items: list[PromptLine], before: dict[str | int, str]) -> list[PromptLine]:
     for item in items:
         if before.get(item.id, item.key) != item.key:
-            raise UserError(
+            raise console.UserError(
                 f"{path!r} has an answer with the id {item.id!r} to another prompt, or of other"
                 " settings; name another file"
             )
@@ -306,5 +292,5 @@ def _in_words(done: dict[str, Any], cache: str) -> str:
         f"[{done['answered']} of {done['prompts']} prompts answered{before}; {done['new_tokens']}"
         f" new tokens in {done['seconds']:.1f} s, {done['tokens_per_second'] or 0:.1f} tokens/s;"
         f" {done['slots']} slots of {done['capacity']} tokens with {cache},"
-        f" {format_bytes(done['cache_bytes'])}; {done['out']}]"
+        f" {console.format_bytes(done['cache_bytes'])}; {done['out']}]"
     )

@@ -6,6 +6,7 @@ less in a large batch.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import Any
 
 import jax.numpy as jnp
@@ -101,12 +102,7 @@ def largest_context(
     def fits(capacity: int) -> bool:
         return kvq.size.of(spec, config, batch, capacity, dtype).resident <= budget
 
-    if not fits(1):
-        return 0
-    low, high = 1, 2
-    while fits(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    beyond = 1
+    while fits(beyond):
+        beyond *= 2
+    return bisect_left(range(1, beyond), True, key=lambda capacity: not fits(capacity))

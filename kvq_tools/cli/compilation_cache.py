@@ -92,11 +92,7 @@ def described() -> str:
     chosen = _setting("jax_compilation_cache_dir")
     if chosen is None or not _setting("jax_enable_compilation_cache"):
         return "none: every run compiles anew"
-    files = (
-        [file.stat().st_size for file in Path(chosen).glob("*-cache")]
-        if Path(chosen).is_dir()
-        else []
-    )
+    files = [file.stat().st_size for file in Path(chosen).glob("*-cache")]
     bound = _setting("jax_compilation_cache_max_size")
     most = "" if bound < 0 else f" of at most {bound >> 20} MiB"
     return f"{len(files)} compiled programs, {sum(files) / (1 << 20):.1f} MiB{most}, in {chosen}"

@@ -126,9 +126,8 @@ def json_object(kind: str, result: dict[str, Any]) -> str:
     named = {"format": f"kvq.{kind}", "version": JSON_VERSION}
     in_ascii = codecs.lookup(sys.stdout.encoding or "utf-8").name != "utf-8"
     text = json.dumps(named | result, indent=2, ensure_ascii=in_ascii, allow_nan=False)
-    return _UNPRINTABLE.sub(
-        lambda match: f"\\u{ord(match[0]):04x}", text
-    )  # json itself escapes those below 32
+    # json itself escapes those below 32
+    return _UNPRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def format_bytes(size: int) -> str:

@@ -135,7 +135,6 @@ class Conversation:
         return ChatTurn(messages, kept, new, text)
 
     def _encoded(self, messages: tuple[dict[str, str], ...]) -> tuple[str, list[int]]:
-        """Return the text of a conversation and its tokens."""
         if self._saved is None or self._saved.opening is None:
             text = render_chat(self._tokenizer, list(messages))
             return text, encode_rendered(self._tokenizer, text)
@@ -218,7 +217,6 @@ class Conversation:
         return self._first
 
     def _shorten(self, kept: int) -> None:
-        """Drop the newest tokens."""
         if kept and can_shorten(self.cache, kept):
             self.cache = shortened(self._llama, self.cache, kept)
         else:
@@ -240,7 +238,6 @@ class Conversation:
         )
 
     def _generation(self, turn: ChatTurn) -> GenerationSettings:
-        """Return the settings of the next answer."""
         choices, key = self._settings, jax.random.key(self._settings.seed)
         return generation.generation_settings(
             self._budget(turn),

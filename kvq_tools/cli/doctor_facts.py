@@ -80,11 +80,9 @@ def _sliding_window(model: str, config: LlamaConfig) -> str:
         )
     with input_errors():  # config.json has what `LlamaConfig` drops
         window = checkpoint.open_checkpoint(model, "config").fields.get("sliding_window")
-    return (
-        "none"
-        if window is None
-        else f"{window} in config.json, inactive: every layer attends to all tokens"
-    )
+    if window is None:
+        return "none"
+    return f"{window} in config.json, inactive: every layer attends to all tokens"
 
 
 def key_biases(model: str, config: LlamaConfig) -> list[np.ndarray] | None:
@@ -143,15 +141,9 @@ def calibration_state(
     for this cache and model."""
     needed = needs(spec, config)
     if not needed and file is None:
-        return (
-            "not needed"
-            + (
-                "; what rebuilds keys is made from the weights"
-                if rebuilds_keys(spec, config)
-                else ""
-            ),
-            [],
-        )
+        rebuilds = rebuilds_keys(spec, config)
+        made = "; what rebuilds keys is made from the weights" if rebuilds else ""
+        return f"not needed{made}", []
     if file is None:
         keys, values = (sum(need.side == side for need in needed.values()) for side in ("k", "v"))
         return f"needed for the keys of {keys} layers and the values of {values}", [
@@ -168,10 +160,8 @@ def calibration_state(
         else "fits this cache; the weights are not in a local directory and were not compared"
     )
     origin = calibration.origin
-    return (
-        (
-            f"{compared}: {origin.samples} samples of {origin.length} tokens of {origin.text}, seed"
-            f" {origin.seed}, {origin.dtype}"
-        ),
-        [],
+    words = (
+        f"{compared}: {origin.samples} samples of {origin.length} tokens of {origin.text}, seed"
+        f" {origin.seed}, {origin.dtype}"
     )
+    return words, []

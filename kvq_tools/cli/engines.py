@@ -19,15 +19,8 @@ from kvq_tools.cli.model_loading import load_model
 def size_of(
     options: argparse.Namespace, config: LlamaConfig, capacity: int | None = None
 ) -> Budget:
-    """Return the size of the engine's caches.
-
-    Args:
-        options: the command line.
-        config: the model's configuration.
-        capacity: tokens per slot if --capacity is not given.
-
-    Raises UserError if the size does not fit --memory or the device.
-    """
+    """Return the size of the engine's caches. capacity: tokens per slot if --capacity is not given.
+    Raises UserError if the size does not fit --memory or the device."""
     with input_errors():
         size = plan(
             options.cache.spec,
@@ -58,8 +51,6 @@ def loaded(
     """Return an engine with the model loaded. Its programs are not compiled yet.
 
     Args:
-        options: the command line.
-        size: the size of the engine's caches.
         queue_limit: requests that may wait.
         longest: tokens of the longest prompt to come. Programs for longer prompts are left out,
             which does not change results.

@@ -102,8 +102,6 @@ def warn_if_exact(
     numbers say nothing.
 
     Args:
-        caches: the caches.
-        config: the model's configuration.
         capacity: tokens that each cache can hold.
         read: tokens in the cache at its last read, or None if windows do not matter.
         where: the setting in words, for the warning.

@@ -20,9 +20,8 @@ from typing import Any, NoReturn
 
 STATUS = 130  # 128 + SIGINT, as shells count
 PATIENCE = 0.6  # seconds for the main thread to close its files and leave
-SAME_PRESS = (
-    0.3  # most seconds between the main thread's answer to a press and the other thread seeing it
-)
+# most seconds between the main thread's answer to a press and the other thread seeing it
+SAME_PRESS = 0.3
 RESTORED = "\r\x1b[K\x1b[?25h"  # clears a spinner's line and shows the cursor again
 
 

@@ -64,7 +64,6 @@ class _Layer:
 def _attend(
     cache: kvq.cache.Cache, q: jax.Array, k: jax.Array, v: jax.Array
 ) -> tuple[jax.Array, kvq.cache.Cache]:
-    """Append one token and attend to all."""
     step = kvq.begin(cache, 1, prefill=False)
     out, step = kvq.append_and_attend(step, q, k, v, q_pre=q, k_pre=k)
     return out, kvq.finish(step)

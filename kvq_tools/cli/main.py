@@ -21,21 +21,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from kvq_models.did_you_mean import hint
 from kvq_tools import chat_template
-from kvq_tools.cli import interruption
-from kvq_tools.cli.console import (
-    FULL,
-    CheckedOutput,
-    NotFiniteError,
-    OutputError,
-    UnwritableError,
-    UserError,
-    input_errors,
-    json_object,
-    print_json,
-    printable,
-)
-from kvq_tools.cli.did_you_mean import hint
+from kvq_tools.cli import console, interruption
 
 BAD_OUTPUT, BAD_INPUT, NOT_FINITE = 1, 2, 3
 
@@ -84,7 +72,7 @@ class _Parser(argparse.ArgumentParser):
     """An argparse parser that reports a bad command line in one line, like any other error."""
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message} (see {self.prog} --help)")
+        raise console.UserError(f"{message} (see {self.prog} --help)")
 
 
 class _CommandParser(_Parser):
@@ -102,7 +90,7 @@ class _CommandParser(_Parser):
         for argument in args_to_check:
             name = argument.partition("=")[0]
             if name.startswith("--") and " " not in name and name not in known:
-                raise UserError(
+                raise console.UserError(
                     f"{self.prog} has no option {name}.{hint(name, known)} See {self.prog} --help"
                 )
         return super().parse_known_args(args, namespace)
@@ -189,7 +177,7 @@ def _warnings_in_one_line() -> Iterator[None]:
 def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     command = arguments[0]
     if not command.startswith("-") and command not in COMMANDS:
-        raise UserError(
+        raise console.UserError(
             f"kvq has no command {command!r}.{hint(command, COMMANDS)} `kvq --help` lists all"
         )
     parser = build_parser(command)
@@ -210,7 +198,7 @@ def _check_model(options: argparse.Namespace) -> None:
     if isinstance(model, str) and Path(model).exists():
         from kvq_models.llama.open_checkpoint import read_config  # imported late: 0.2 s
 
-        with input_errors():
+        with console.input_errors():
             read_config(model)
 
 
@@ -218,7 +206,7 @@ def _exit_code(error: str, status: int) -> int:
     """Return the exit code. With --json, also print the error as an object on stdout, unless the
     command has printed its own."""
     if interruption.json_promised():
-        print_json("error", {"error": error, "status": status})
+        console.print_json("error", {"error": error, "status": status})
         sys.stdout.flush()
     return status
 
@@ -240,12 +228,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: a locale may lack characters
     try:
-        with contextlib.redirect_stdout(CheckedOutput(sys.stdout)):
+        with contextlib.redirect_stdout(console.CheckedOutput(sys.stdout)):
             try:
                 return _run(sys.argv[1:] if arguments is None else list(arguments))
             finally:
                 sys.stdout.flush()
-    except OutputError as error:
+    except console.OutputError as error:
         # Python would complain again when it flushes stdout at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error.__cause__, BrokenPipeError):  # `kvq methods | head` is no error
@@ -257,9 +245,8 @@ def _run(arguments: Sequence[str]) -> int:
     if not arguments:
         build_parser().print_help()
         return 0
-    os.environ.setdefault(
-        "TRANSFORMERS_NO_ADVISORY_WARNINGS", "1"
-    )  # otherwise transformers announces on import that it found no torch
+    # otherwise transformers announces on import that it found no torch
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     interruption.promise_json(_interruption_as_json if "--json" in arguments else None)
     try:
         options = _parsed(arguments)
@@ -277,19 +264,19 @@ def _run(arguments: Sequence[str]) -> int:
 
                 planned.resolve(options)
             command.run(options)
-    except NotFiniteError as error:
-        line = printable(str(error))
+    except console.NotFiniteError as error:
+        line = console.printable(str(error))
         print(f"kvq: error: {line}", file=sys.stderr)
         return _exit_code(line, NOT_FINITE)
-    except UserError as error:
+    except console.UserError as error:
         print(f"kvq: error: {error}", file=sys.stderr)
         return _exit_code(str(error), BAD_INPUT)
-    except (UnwritableError, OSError) as error:
+    except (console.UnwritableError, OSError) as error:
         if isinstance(error, OSError):
-            if error.errno not in FULL:
+            if error.errno not in console.FULL:
                 raise
-            error = UnwritableError(error)
-        line = printable(str(error))
+            error = console.UnwritableError(error)
+        line = console.printable(str(error))
         print(f"kvq: error: {line}", file=sys.stderr)
         return _exit_code(line, BAD_OUTPUT)
     except KeyboardInterrupt as error:
@@ -301,4 +288,4 @@ def _run(arguments: Sequence[str]) -> int:
 
 def _interruption_as_json(line: str) -> str:
     result = {"error": line.removeprefix("kvq: "), "status": interruption.STATUS}
-    return json_object("error", result)
+    return console.json_object("error", result)

@@ -40,16 +40,8 @@ def describe_device(device: Device, config: LlamaConfig) -> dict[str, Any]:
 
 
 def describe(cache: Cache, config: LlamaConfig, dtype: str, device: Device) -> dict[str, Any]:
-    """Describe every layer of a cache and find the layer that limits its length.
-
-    Lengths are None if any length is hidden or nothing is rebuilt.
-
-    Args:
-        cache: the layout. A step reads its parameters besides the weights.
-        config: the model's configuration.
-        dtype: of the weights.
-        device: peaks of the device.
-    """
+    """Describe every layer of a cache's layout and find the layer that limits its length. dtype: of
+    the weights. Lengths are None if any length is hidden or nothing is rebuilt."""
     weights = roofline.weight_bytes(config, jnp.dtype(dtype).itemsize)
     costs = [
         layer_cost(plan, config, weights + parameters)

@@ -186,8 +186,7 @@ def _generated(
     ids: list[int] = []
     cache, finite = None, True
     for so_far in generation.segments(steps):
-        lengths, finite = np.asarray(so_far.lengths), bool(np.asarray(so_far.finite)[0])
-        ids, cache = np.asarray(so_far.tokens)[0, : lengths[0]].tolist(), so_far.cache
+        (ids,), cache, finite = so_far.rows(), so_far.cache, bool(np.asarray(so_far.finite)[0])
         if show:
             print(continuation.push(ids), end="", flush=True)
     assert cache is not None, "max_new_tokens is at least 1"

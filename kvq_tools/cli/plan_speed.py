@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 
 from kvq_jax import peak_rates
-from kvq_models.llama import hf_names
 from kvq_models.llama.config import LlamaConfig
-from kvq_models.llama.model import abstract_llama
+from kvq_models.llama.weight_count import weight_count
 from kvq_tools.cli.console import UserError, format_bytes
 
 WEIGHT_BYTES = 2  # bfloat16
@@ -33,7 +32,8 @@ def budget(options: argparse.Namespace, config: LlamaConfig) -> float | int:
         raise UserError("--tokens-per-second must be above 0")
     device = peak_rates.device(options.device)
     readable = device.bandwidth * options.batch / options.tokens_per_second
-    weights = read_weights(config) * WEIGHT_BYTES
+    unread = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+    weights = (weight_count(config) - unread) * WEIGHT_BYTES
     room = int(readable) - weights
     if room <= 0:
         raise ValueError(
@@ -43,12 +43,3 @@ def budget(options: argparse.Namespace, config: LlamaConfig) -> float | int:
             f" {options.batch / options.tokens_per_second * 1e3:.2f}"
         )
     return room if options.budget is None else min(room, options.budget)
-
-
-def read_weights(config: LlamaConfig) -> int:
-    """Return the number of weights that a decode step reads: all except an embedding that is not
-    also the head."""
-    sizes = {
-        path: weight.leaf.size for path, weight in hf_names.weights(abstract_llama(config)).items()
-    }
-    return sum(sizes.values()) - (0 if config.tie_word_embeddings else sizes["embed"])

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import kvq_jax as kvq
 from kvq_jax.cache.spec import CacheSpec
 from kvq_models.calibration.file import check_calibration
+from kvq_models.did_you_mean import with_hint
 from kvq_models.llama import open_checkpoint
 from kvq_tools.cli.console import UserError, input_errors
-from kvq_tools.cli.did_you_mean import with_hint
 from kvq_tools.cli.options.values import refusal
 from kvq_tools.planning import kept
 from kvq_tools.planning.defaults import METHOD, Bases

@@ -14,16 +14,7 @@ import kvq_jax as kvq
 from kvq_models.inference.memory import CACHE_DTYPE
 from kvq_models.llama.config import LlamaConfig
 from kvq_tools import json_lines
-from kvq_tools.cli import cache_sizes, inputs, text_input
-from kvq_tools.cli.console import (
-    UserError,
-    bar,
-    check_finite,
-    input_errors,
-    print_json,
-    progress,
-    warn,
-)
+from kvq_tools.cli import cache_sizes, console, inputs, text_input
 from kvq_tools.cli.model_loading import load_model, prepared
 from kvq_tools.cli.options.tasks import MOST_LENGTH, SAMPLES
 from kvq_tools.cli.tables import print_table
@@ -62,22 +53,22 @@ def generated(
         except NoRoomError as error:
             short, needed = [*short, length], length + error.lacking
             if options.lengths:
-                raise UserError(
+                raise console.UserError(
                     f"--lengths {length}: {error}; try fewer --max-new-tokens or --lengths {needed}"
                 ) from error
     if not samples and needed <= config.positions:
-        raise UserError(
+        raise console.UserError(
             f"prompt and answer take at least {needed} tokens, and the longest default is {most}:"
             f" use --lengths {needed}"
         )
     if not samples:
-        raise UserError(
+        raise console.UserError(
             f"prompt and answer take at least {needed} tokens, and the model was trained for"
             f" {config.positions} positions, which include --max-new-tokens (now"
             f" {options.max_new_tokens or 'the default'})"
         )
     if short:
-        warn(
+        console.warn(
             f"no samples of {' and '.join(map(str, short))} tokens: the question needs about"
             f" {needed}; --lengths sets others"
         )
@@ -88,7 +79,7 @@ def refuse_beside_data(options: argparse.Namespace, *names: str) -> None:
     """Raise UserError if --data comes with an option of generated samples."""
     conflicts = [name for name in names if getattr(options, name.replace("-", "_")) is not None]
     if options.data is not None and conflicts:
-        raise UserError(
+        raise console.UserError(
             f"--{conflicts[0]} is for generated samples, but --data has ready-made ones"
         )
 
@@ -106,9 +97,7 @@ def run_task(
     weights is checked before they are read.
 
     Args:
-        options: the command line.
         task: how answers end and are scored.
-        make: makes the samples.
         rules: what the output says about prompts, truncation and scores.
         groups: labels that get a table each, if samples have them.
         settings: parts of the command line that the output repeats.
@@ -118,12 +107,12 @@ def run_task(
     config = inputs.read_config(options.model, *caches)
     files = inputs.calibrations(config, caches, options.calibration or [])
     if options.answers is not None and inputs.output_file(options.answers, "--answers").exists():
-        raise UserError(f"--answers {options.answers!r} must be a new file, and it exists")
+        raise console.UserError(f"--answers {options.answers!r} must be a new file, and it exists")
     tokenizer = text_input.need_tokenizer(options.model, "write prompts")
     prompts = TaskPrompts(
         tokenizer, partial(text_input.encode, tokenizer, chat=True) if options.chat else None
     )
-    with progress("making prompts"), input_errors():
+    with console.progress("making prompts"), console.input_errors():
         samples = make(prompts, config)
         check_samples(samples, config)
     models = prepared(load_model(options), [spec for _, spec in caches], files)
@@ -140,7 +129,7 @@ def run_task(
             samples,
             prompts,
             batch=options.batch,
-            progress=bar,
+            progress=console.bar,
             message=f"{options.command} with {text}",
         ):
             answers.append(answer)
@@ -165,13 +154,13 @@ def run_task(
         "prompt_tokens": [min(len(s.prompt) for s in samples), max(len(s.prompt) for s in samples)],
         "caches": measured,
     }
-    print_json("task", result) if options.json else _print(result)
-    check_finite(broken)
+    console.print_json("task", result) if options.json else _print(result)
+    console.check_finite(broken)
 
 
 def _write(path: str | None, line: Mapping[str, Any]) -> None:
     if path is not None:
-        with input_errors(), Path(path).open("ab") as file:
+        with console.input_errors(), Path(path).open("ab") as file:
             json_lines.append(file, line)
 
 

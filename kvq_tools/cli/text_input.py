@@ -57,9 +57,8 @@ def encode(tokenizer: Any, text: str, *, chat: bool = False) -> list[int]:
     """Return the token ids of a prompt. With `chat`, the prompt is the user's turn in the chat
     template."""
     if chat:
-        return encode_rendered(
-            tokenizer, render_chat(tokenizer, [{"role": "user", "content": text}])
-        )
+        messages = [{"role": "user", "content": text}]
+        return encode_rendered(tokenizer, render_chat(tokenizer, messages))
     check_text(text)
     return list(tokenizer(text, verbose=False).input_ids)  # not verbose: lengths are checked here
 

@@ -11,6 +11,7 @@ import pathlib
 from typing import Any
 
 from kvq_jax.files import whole
+from kvq_jax.files.json_text import parse_json
 from kvq_tools import json_lines
 
 
@@ -41,16 +42,15 @@ class Journal:
         self.file.unlink(missing_ok=True)
 
     def _write(self, lines: list[dict[str, Any]]) -> None:
-        """Rewrite the file without incomplete lines."""
         self.file.parent.mkdir(parents=True, exist_ok=True)
         whole.write(self.file, "".join(json.dumps(line) + "\n" for line in lines))
 
 
 def _whole_lines(file: pathlib.Path) -> list[dict[str, Any]]:
     lines = []
-    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
+    for line in file.read_text(encoding="utf-8").split("\n") if file.exists() else ():
         try:
-            lines.append(json.loads(line))
-        except (ValueError, RecursionError):
+            lines.append(parse_json(line))
+        except ValueError:
             break
     return lines

@@ -291,13 +291,8 @@ class KvqLM(TemplateLM):
         samples = []
         for request, setting in zip(requests, settings, strict=True):
             ids = self.tok_encode(request.args[0]) or [self.prefix_token_id]
-            samples.append(
-                TaskSample(
-                    tuple(ids[-(self.max_length - setting.max_new_tokens) :]),
-                    (),
-                    setting.max_new_tokens,
-                )
-            )
+            new = setting.max_new_tokens
+            samples.append(TaskSample(tuple(ids[new - self.max_length :]), (), new))
         generated: dict[int, str] = {}
         with tqdm(
             total=len(samples), desc=f"generating through {self.spec}", disable=disable_tqdm
@@ -310,13 +305,8 @@ class KvqLM(TemplateLM):
                     indices = [alike[i] for i in part]
                     # no two batches draw alike
                     key = jax.random.fold_in(jax.random.key(self.seed), indices[0])
-                    new = dict(
-                        zip(
-                            indices,
-                            self._generated([samples[i] for i in indices], setting, key),
-                            strict=True,
-                        )
-                    )
+                    texts = self._generated([samples[i] for i in indices], setting, key)
+                    new = dict(zip(indices, texts, strict=True))
                     for i, text in new.items():
                         self.cache_hook.add_partial("generate_until", requests[i].args, text)
                     generated |= new
@@ -347,20 +337,13 @@ class KvqLM(TemplateLM):
         return _Generation(new, tuple(stop for stop in stops if stop), sampling)
 
     def _generated(self, samples: list[TaskSample], settings: _Generation, key: Array) -> list[str]:
-        """Generate the texts of samples that run together."""
         config, room = self.llama.config, capacity(samples[0], self.llama.config)
         special = dict(
             zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids, strict=True)
         )
         # stop strings that are special tokens never occur in a text
-        ends = tuple(
-            sorted(
-                {
-                    *config.eos_token_ids,
-                    *(special[stop] for stop in settings.stops if stop in special),
-                }
-            )
-        )
+        stops = {special[stop] for stop in settings.stops if stop in special}
+        ends = tuple(sorted({*config.eos_token_ids, *stops}))
         tokens = padded_to(
             [list(sample.prompt) for sample in samples], room - settings.max_new_tokens
         )
@@ -378,12 +361,7 @@ class KvqLM(TemplateLM):
             key=key,
         ):
             self._check_finite(np.asarray(so_far.finite))
-            rows = [
-                row[:count].tolist()
-                for row, count in zip(
-                    np.asarray(so_far.tokens), np.asarray(so_far.lengths), strict=True
-                )
-            ]
+            rows = so_far.rows()
             texts = [decoded(self.tokenizer, row) for row in rows]
             if all(
                 row[-1] in ends or any(stop in text for stop in settings.stops)

@@ -169,11 +169,9 @@ class Evaluation:
         )
 
     def _per_byte(self, nats: Float[np.ndarray, "n"]) -> float | None:
-        return (
-            float(nats.sum(dtype=np.float64)) / (math.log(2) * self.utf8_bytes)
-            if self.utf8_bytes
-            else None
-        )
+        if self.utf8_bytes:
+            return float(nats.sum(dtype=np.float64)) / (math.log(2) * self.utf8_bytes)
+        return None
 
 
 def finite(value: float | None) -> float | None:

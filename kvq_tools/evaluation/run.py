@@ -11,7 +11,6 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 import kvq_jax as kvq
-from kvq_jax.cache.cache import Cache
 from kvq_jax.cache.spec import CacheSpec, parse
 from kvq_jax.placement.placement import Placement
 from kvq_jax.types.array_types import Integers
@@ -141,7 +140,6 @@ class RowQuality(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Return the number of scored tokens of a row."""
         return self.token_kl.shape[1]
 
     @property
@@ -214,8 +212,11 @@ def measure_rows(
 
     def count_outliers(through: Sequence[Through], fresh: int) -> None:
         for totals_by_side, run in zip(outliers, through, strict=True):
-            if mode != "fake":
-                _add_outliers(totals_by_side, kvq.rows.select(run.cache, np.arange(fresh)))
+            rows = kvq.rows.select(run.cache, np.arange(fresh))
+            for layer in kvq.size.outlier_totals(rows):
+                for side, totals in layer.items():
+                    so_far = totals_by_side.get(side, kvq.size.OutlierTotals())
+                    totals_by_side[side] = so_far + totals
 
     _, compared = _run(
         candidates,
@@ -223,7 +224,7 @@ def measure_rows(
         np.full(count, length, np.int32),
         settings,
         progress,
-        count_outliers,
+        None if mode == "fake" else count_outliers,
         first=first,
         kept=kept,
     )
@@ -233,13 +234,6 @@ def measure_rows(
         dropped = {side: totals.share_dropped for side, totals in totals_by_side.items()}
         qualities.append(RowQuality(nats, kl, agrees, dropped))
     return tuple(qualities)
-
-
-def _add_outliers(totals_by_side: dict[str, kvq.size.OutlierTotals], cache: Cache) -> None:
-    """Add the outliers of all layers of a cache to the totals of each side."""
-    for layer in kvq.size.outlier_totals(cache):
-        for side, totals in layer.items():
-            totals_by_side[side] = totals_by_side.get(side, kvq.size.OutlierTotals()) + totals
 
 
 def measure(

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvq_jax.types.array_types import Integers
+from kvq_models.calibration.samples import check_vocabulary
 from kvq_models.llama.config import LlamaConfig
 
 
@@ -47,12 +48,7 @@ def check_windows(
         raise ValueError(
             f"an evaluation needs a text of at least two tokens, and this one has {ids.size}"
         )
-    outside = (ids < 0) | (ids >= config.vocab_size)
-    if outside.any():
-        at = int(outside.argmax())
-        raise ValueError(
-            f"token id {ids[at]} at position {at} is outside the vocabulary of {config.vocab_size}"
-        )
+    check_vocabulary(ids, config)
     if window < 2:
         raise ValueError(f"a window of {window} predicts nothing: give at least two tokens")
     if window > config.positions:

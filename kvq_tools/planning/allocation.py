@@ -70,13 +70,10 @@ class Costs:
 
     def ratio(self, layer: int, side: Side, n: int) -> float:
         known = sorted(self.ratios.get((layer, side), {}).items())
-        return (
-            float(
-                np.exp(np.interp(n, [at for at, _ in known], np.log([ratio for _, ratio in known])))
-            )
-            if known
-            else 1.0
-        )
+        if not known:
+            return 1.0
+        counts, ratios = zip(*known, strict=True)
+        return float(np.exp(np.interp(n, counts, np.log(ratios))))
 
     def shrunk(self) -> Costs:
         """Return costs to choose widths by: those of other windows, as far as these tell."""

@@ -16,12 +16,10 @@ LINES, MARKERS = {"pairs": "-", "eigen": "--"}, {"eigen": "o", "rotation": "s"}
 
 
 def missing() -> str | None:
-    """Raise an error that says what to install if drawing is not possible."""
-    return (
-        None
-        if importlib.util.find_spec("matplotlib")
-        else "a picture needs matplotlib: pip install 'kvq-jax[report]'"
-    )
+    """Return what to install if drawing is not possible, or None."""
+    if importlib.util.find_spec("matplotlib"):
+        return None
+    return "a picture needs matplotlib: pip install 'kvq-jax[report]'"
 
 
 def draw(result: dict[str, Any], path: Path) -> None:

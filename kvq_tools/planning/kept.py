@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import kvq_jax as kvq
 from kvq_jax.cache.spec import CacheSpec
 from kvq_jax.files import whole
+from kvq_jax.files.json_text import parse_json
 from kvq_models.named_models.names import located
 from kvq_models.named_models.published import cache_folder
 from kvq_tools.planning.defaults import METHOD, Bases
@@ -85,8 +86,8 @@ def _json(path: Path) -> Any:
     if path.stat().st_size > LARGEST:
         raise ValueError(f"{str(path)!r} is no plan of kvq: it has more than {LARGEST} bytes")
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+        return parse_json(path.read_text(encoding="utf-8"))
+    except ValueError as error:
         raise ValueError(
             f"{str(path)!r} is no plan of kvq: {str(error).splitlines()[0]}"
         ) from error

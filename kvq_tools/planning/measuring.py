@@ -217,15 +217,9 @@ class Planner:
                     f"layer {one.layer}, {one.side}: the model's predictions through the cache are"
                     " not finite"
                 )
-            self.journal.add(
-                one.key,
-                {
-                    "layer": one.layer,
-                    "side": one.side,
-                    "bits": one.bits(self.llama.config),
-                    "kl": kl,
-                },
-            )
+            bits = one.bits(self.llama.config)
+            row = {"layer": one.layer, "side": one.side, "bits": bits, "kl": kl}
+            self.journal.add(one.key, row)
         for one in work:
             kl = max(self.journal.rows[one.key]["kl"], LEAST)
             ratios.setdefault((one.layer, one.side), {})[sum(one.widths)] = kl / max(
@@ -264,13 +258,8 @@ class Planner:
         """Measure the best caches of `bits` bits as a whole, and of other methods those that fit.
         Return them with the best first."""
         equal = resolved(self.bases.spec(bits), self.calibration)
-        ours = {
-            planned[0]: planned[1]
-            for planned in (
-                (equal, self.predicted(costs, equal)),
-                self.planned(costs, bits, context),
-            )
-        }
+        planned, predicted = self.planned(costs, bits, context)
+        ours = {equal: self.predicted(costs, equal), planned: predicted}
         specs = [*ours, *filter(fits, map(kvq.parse, rivals(self.llama.config, bits)))]
         missing = [spec for spec in specs if f"cache {spec}" not in self.journal.rows]
         for spec in self.progress(missing, "checking caches"):
@@ -288,12 +277,8 @@ class Planner:
     def predicted(self, costs: Costs, spec: CacheSpec) -> float:
         # waterfill is the only method whose widths have predictions
         method, dims = cast("Waterfill", spec.k), self.calibration.dims
-        return costs.total(
-            [
-                [method.widths(side, layer, dims) for side in SIDES]
-                for layer in range(dims.num_hidden_layers)
-            ]
-        )
+        layers = range(dims.num_hidden_layers)
+        return costs.total([[method.widths(side, i, dims) for side in SIDES] for i in layers])
 
 
 def rivals(config: LlamaConfig, bits: float) -> list[str]:
@@ -306,7 +291,6 @@ def rivals(config: LlamaConfig, bits: float) -> list[str]:
         except ValueError:
             continue  # it does not fit this model
         if stored <= bits + 1e-6:
-            fitting[spec.partition(":")[0]] = max(
-                (stored, spec), fitting.get(spec.partition(":")[0], (0.0, ""))
-            )
+            name = spec.partition(":")[0]
+            fitting[name] = max((stored, spec), fitting.get(name, (0.0, "")))
     return [spec for _, spec in sorted(fitting.values(), reverse=True)[:CHECKED_RIVALS]]

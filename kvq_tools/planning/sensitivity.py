@@ -135,9 +135,8 @@ def _exact(
     and to each other."""
     keys, values = inputs.k_rot, inputs.v
     if prompt is not None:
-        keys, values = (
-            jnp.concatenate(rows, axis=2) for rows in zip(prompt, (keys, values), strict=True)
-        )
+        keys = jnp.concatenate((prompt[0], keys), axis=2)
+        values = jnp.concatenate((prompt[1], values), axis=2)
     return causal_attention(inputs.q_rot, keys, values, layer.attention, layer.sink_logits())
 
 

@@ -88,12 +88,9 @@ def collect(
 
 def timed(plain: Llama, candidates: Sequence[times.PreparedCache]) -> list[times.PreparedCache]:
     """Return the caches, with a dense one in front if none of them is dense."""
-    dense = (
-        []
-        if any(c.spec.exact for c in candidates)
-        else [times.PreparedCache("dense", kvq.parse("dense"), plain)]
-    )
-    return [*dense, *candidates]
+    if any(c.spec.exact for c in candidates):
+        return list(candidates)
+    return [times.PreparedCache("dense", kvq.parse("dense"), plain), *candidates]
 
 
 def _model(name: str, llama: Llama) -> schema.ModelFacts:

@@ -8,19 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kvq_tools.report.drawing import (
-    HALF,
-    WIDE,
-    PagePicture,
-    Theme,
-    few,
-    figure,
-    label,
-    legend_below,
-    line_of,
-    literal,
-    size_unit,
-)
+from kvq_tools.report import drawing
 from kvq_tools.report.schema import ArrayBytes, CacheReport
 
 SIDES = {"k": ("keys", "s0"), "v": ("values", "s1"), "kv": ("keys and values", "s2")}
@@ -34,7 +22,7 @@ KINDS = {
 }
 
 
-def sizes(report: CacheReport) -> PagePicture:
+def sizes(report: CacheReport) -> drawing.PagePicture:
     layers, caches = report.model.layers, report.caches
     stacks = [[grouped(layer) for layer in c.sizes] for c in caches]
     parts = [
@@ -43,14 +31,14 @@ def sizes(report: CacheReport) -> PagePicture:
         for kind in KINDS
         if any((side, kind) in layer for stack in stacks for layer in stack)
     ]
-    unit, name = size_unit(max(sum(layer.values()) for stack in stacks for layer in stack))
+    unit, name = drawing.size_unit(max(sum(layer.values()) for stack in stacks for layer in stack))
     columns = min(5, len(caches))
 
-    def draw(theme: Theme) -> Any:
+    def draw(theme: drawing.Theme) -> Any:
         from matplotlib.patches import Patch
 
         rows = math.ceil(len(caches) / columns)
-        drawn = figure(WIDE, 0.9 + 1.75 * rows)
+        drawn = drawing.figure(drawing.WIDE, 0.9 + 1.75 * rows)
         grid = drawn.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
         for number, (cache, stack, axes) in enumerate(
             zip(caches, stacks, grid.flat, strict=False), 1
@@ -71,8 +59,8 @@ def sizes(report: CacheReport) -> PagePicture:
                     linewidth=0,
                 )
                 floor += height
-            axes.set_title(label(number, cache.name))
-            axes.set_xticks(few(layers))
+            axes.set_title(drawing.label(number, cache.name))
+            axes.set_xticks(drawing.few(layers))
             axes.set_xlim(-0.6, layers - 0.4)
         for axes in list(grid.flat)[len(caches) :]:
             axes.set_axis_off()
@@ -93,7 +81,7 @@ def sizes(report: CacheReport) -> PagePicture:
         )
         return drawn
 
-    return PagePicture(
+    return drawing.PagePicture(
         name="sizes",
         title=f"What a cache of {report.request.capacity} tokens is made of, layer by layer",
         reading=(
@@ -130,7 +118,7 @@ def grouped(layer: Sequence[ArrayBytes]) -> dict[tuple[str, str], int]:
     return totals
 
 
-def speed(report: CacheReport) -> PagePicture | None:
+def speed(report: CacheReport) -> drawing.PagePicture | None:
     """Draw the fastest decode step in ms against the context in tokens. Return None if none was
     timed."""
     measured = report.speed
@@ -138,27 +126,31 @@ def speed(report: CacheReport) -> PagePicture | None:
         return None
     numbers = {c.name: n for n, c in enumerate(report.caches, 1)}
 
-    def draw(theme: Theme) -> Any:
-        drawn = figure(HALF, 3.1 + 0.17 * math.ceil(len(measured.caches) / 2))
+    def draw(theme: drawing.Theme) -> Any:
+        drawn = drawing.figure(drawing.HALF, 3.1 + 0.17 * math.ceil(len(measured.caches) / 2))
         axes = drawn.subplots()
         for cache in measured.caches:
             number = numbers.get(cache.name)
-            text = label(number, cache.name) if number else f"{literal(cache.name)} (reference)"
+            text = (
+                drawing.label(number, cache.name)
+                if number
+                else f"{drawing.literal(cache.name)} (reference)"
+            )
             axes.plot(
                 measured.contexts,
                 cache.fastest_ms,
                 label=text,
-                **line_of(theme, number or 1, cache),
+                **drawing.line_of(theme, number or 1, cache),
             )
         axes.set_xscale("log", base=2)
         axes.set_xticks(measured.contexts, [str(n) for n in measured.contexts])
         axes.set_ylim(bottom=0)
         axes.set(xlabel="context, tokens", ylabel="decode step of one token, ms")
         axes.minorticks_off()
-        legend_below(drawn, axes)
+        drawing.legend_below(drawn, axes)
         return drawn
 
-    return PagePicture(
+    return drawing.PagePicture(
         name="speed",
         title="Time of a decode step against context",
         reading=(

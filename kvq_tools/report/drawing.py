@@ -122,12 +122,11 @@ def line_of(theme: Theme, number: int, cache: CacheNumbers | StepTimes) -> dict[
     grey reference."""
     if cache.spec == "dense":
         return {"color": theme["muted"], "marker": MARKERS[0], "linestyle": DASHES[1]}
-    index = number - 1
-    dash = DASHES[index // len(SERIES) % len(DASHES)]
+    turn, place = divmod(number - 1, len(SERIES))
     return {
-        "color": theme[SERIES[index % len(SERIES)]],
-        "marker": MARKERS[index % len(MARKERS)],
-        "linestyle": dash,
+        "color": theme[SERIES[place]],
+        "marker": MARKERS[(number - 1) % len(MARKERS)],
+        "linestyle": DASHES[turn % len(DASHES)],
     }
 
 

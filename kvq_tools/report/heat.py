@@ -3,6 +3,7 @@ layer and channel."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -60,14 +61,9 @@ def magnitudes(report: CacheReport) -> PagePicture:
 def errors(report: CacheReport) -> PagePicture | None:
     """Draw the mean error of each cache by layer and channel. Return None if every cache is
     exact."""
-    caches = [
-        (n, c)
-        for n, c in enumerate(report.caches, 1)
-        if any(e.k_relative or e.v_relative for e in c.errors)
-    ]
-    exact = [
-        c.name for c in report.caches if not any(e.k_relative or e.v_relative for e in c.errors)
-    ]
+    lossy = [any(e.k_relative or e.v_relative for e in c.errors) for c in report.caches]
+    caches = list(itertools.compress(enumerate(report.caches, 1), lossy))
+    exact = [c.name for c, has_errors in zip(report.caches, lossy, strict=True) if not has_errors]
     if not caches:
         return None
     matrices = [[pooled(_matrix(c.errors, side)) for side in SIDES] for _, c in caches]
@@ -149,8 +145,6 @@ def _maps(
     """Draw rows of two maps, keys on the left and values on the right.
 
     Args:
-        report: the report.
-        theme: the colours.
         height: of a map, in inches.
         matrices: (keys, values) of each row of maps.
         titles: of the maps.

@@ -149,13 +149,11 @@ def details(report: CacheReport) -> tuple[PageTable, ...]:
 
 def html(report: CacheReport, shown: Sequence[PageSection]) -> str:
     """Return the page with these sections. It refers to nothing outside itself."""
-    source = (
-        importlib.resources.files("kvq_tools.report").joinpath(TEMPLATE).read_text(encoding="utf-8")
-    )
+    source = importlib.resources.files("kvq_tools.report") / TEMPLATE
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    template = environment.from_string(source)
+    template = environment.from_string(source.read_text(encoding="utf-8"))
     return template.render(
         report=report,
         mode=_mode(report),
@@ -195,12 +193,8 @@ def _sizes(report: CacheReport) -> list[tuple[str, ...]]:
             {(part.side, part.name): part.bytes for part in layer} for layer in cache.sizes
         ]
         for side, name in sorted({key for layer in layer_bytes for key in layer}):
-            rows.append(
-                (
-                    f"{n} {cache.name}: {side} {name}",
-                    *(str(layer.get((side, name), 0)) for layer in layer_bytes),
-                )
-            )
+            cells = (str(layer.get((side, name), 0)) for layer in layer_bytes)
+            rows.append((f"{n} {cache.name}: {side} {name}", *cells))
     return rows
 
 
@@ -209,12 +203,8 @@ def _errors(report: CacheReport) -> list[tuple[str, ...]]:
     for n, cache in enumerate(report.caches, 1):
         for side in ("k", "v"):
             relative: list[Any] = [getattr(layer, f"{side}_relative") for layer in cache.errors]
-            rows.append(
-                (
-                    f"{n} {cache.name}: {side}",
-                    *(NOTHING if value is None else f"{value:.4g}" for value in relative),
-                )
-            )
+            cells = (NOTHING if value is None else f"{value:.4g}" for value in relative)
+            rows.append((f"{n} {cache.name}: {side}", *cells))
     return rows
 
 

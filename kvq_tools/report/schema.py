@@ -21,6 +21,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
+from kvq_jax.files.json_text import parse_json
+
 FORMAT = "kvq report 3"
 
 
@@ -278,8 +280,8 @@ def read(path: str | os.PathLike[str]) -> CacheReport:
     """Read the report in a file. Raise ValueError, in one line, if it is not a report, and OSError
     if there is no such file."""
     try:
-        stored = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # JSON that is nested too deeply, too
+        stored = parse_json(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
         raise ValueError(f"{os.fspath(path)!r} is not JSON: {error}") from error
     if not isinstance(stored, dict) or stored.get("format") != FORMAT:
         written = stored.get("format") if isinstance(stored, dict) else None

@@ -20,6 +20,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
+from kvq_jax.files.json_text import parse_json
 from kvq_tools.serving import errors, fields, guard
 from kvq_tools.serving.errors import ApiError, ErrorResponse
 from kvq_tools.serving.service import Pending, Service
@@ -44,7 +45,6 @@ def create_app(
     """Return the application.
 
     Args:
-        service: what answers.
         api_keys: every path requires one of them, except /health and the page, which holds no data.
             Prompts of several keys share no prefixes.
         hosts: names by which clients may call the server; see `guard.known_hosts`.
@@ -218,22 +218,15 @@ def _handle_errors(app: FastAPI) -> None:
     @app.exception_handler(404)
     @app.exception_handler(405)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
+        message = str(error.detail)
+        details: dict[str, Any] = {}
         if error.status_code == 404:
-            return ErrorResponse(
-                ApiError(
-                    404, f"Invalid URL ({request.method} {request.url.path})", code="unknown_url"
-                )
-            )
+            message = f"Invalid URL ({request.method} {request.url.path})"
+            details = {"code": "unknown_url"}
         if error.status_code == 405:
-            return ErrorResponse(
-                ApiError(
-                    405,
-                    f"Not allowed to {request.method} on {request.url.path}.",
-                    code="method_not_supported",
-                    headers=error.headers,  # Allow
-                )
-            )
-        return ErrorResponse(ApiError(error.status_code, str(error.detail)))
+            message = f"Not allowed to {request.method} on {request.url.path}."
+            details = {"code": "method_not_supported", "headers": error.headers}  # Allow
+        return ErrorResponse(ApiError(error.status_code, message, **details))
 
     @app.exception_handler(ClientDisconnect)
     async def left(request: Request, error: ClientDisconnect) -> Response:
@@ -258,16 +251,13 @@ async def _json(request: Request, service: Service) -> Any:
 
     try:
         body = await asyncio.wait_for(read(), service.limits.body_seconds)
-        return json.loads(body.decode("utf-8"))
+        return parse_json(body.decode("utf-8"))
     except TimeoutError:
         raise ApiError(
             408, f"The request body did not arrive within {service.limits.body_seconds:g} s."
         ) from None
-    except (ValueError, RecursionError) as error:
-        message = (
-            "We could not parse the JSON body of your request:"
-            f" {str(error) or 'it is nested too deeply'}"
-        )
+    except ValueError as error:
+        message = f"We could not parse the JSON body of your request: {error}"
         raise ApiError(400, message, code="invalid_json") from None
 
 

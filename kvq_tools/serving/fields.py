@@ -7,6 +7,7 @@ docs/serving.md lists them all.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Annotated, Any, Literal
 
 import pydantic
@@ -102,18 +103,12 @@ class Common(_Fields):
     def sampling(self, defaults: Sampling) -> Sampling:
         """Return the rule, with the server's defaults for what is not given. A filter without a
         temperature asks for sampling: OpenAI's default temperature is 1."""
-        filters = (self.top_k, self.top_p, self.min_p)
-        temperature = defaults.temperature if filters == (None,) * 3 else defaults.temperature or 1
-        given = Sampling(
-            temperature if self.temperature is None else self.temperature,
-            defaults.top_k if self.top_k is None else self.top_k,
-            defaults.top_p if self.top_p is None else self.top_p,
-            defaults.min_p if self.min_p is None else self.min_p,
-        )
+        rule = dataclasses.asdict(defaults)
+        asked = {name: getattr(self, name) for name in rule if getattr(self, name) is not None}
+        if asked and not defaults.temperature:
+            rule["temperature"] = 1.0
         # JSON's 1 is an int
-        return Sampling(
-            float(given.temperature), given.top_k, float(given.top_p), float(given.min_p)
-        )
+        return Sampling(**rule | {name: type(rule[name])(asked[name]) for name in asked})
 
     @property
     def bias(self) -> tuple[tuple[int, float], ...]:
@@ -188,11 +183,9 @@ class ChatFields(Common):
 
     @property
     def limit(self) -> int | None:
-        return (
-            self.max_completion_tokens
-            if self.max_completion_tokens is not None
-            else self.max_tokens
-        )
+        if self.max_completion_tokens is not None:
+            return self.max_completion_tokens
+        return self.max_tokens
 
 
 def read(

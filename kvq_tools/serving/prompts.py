@@ -72,7 +72,6 @@ class PromptEncoder:
     change their state while they encode.
 
     Args:
-        tokenizer: of the model.
         chat_template: in place of the tokenizer's.
         capacity: tokens of the longest prompt.
         trusted: messages may spell special tokens.

@@ -35,10 +35,7 @@ class Service:
     """A model that answers.
 
     Args:
-        worker: the engine's thread.
-        tokenizer: the model's.
         name: the model's name for clients.
-        metrics: what /metrics shows.
         chat_template: in place of the tokenizer's.
         limits: of one request.
         trusted: messages may spell special tokens.

@@ -46,7 +46,6 @@ class Worker:
         error: the error of `warm_up`, or None.
 
     Args:
-        engine: what answers.
         on_first_token: gets the seconds from acceptance to each answer's first token.
         warm: False if the thread is to call the engine's `warm_up` first.
     """

@@ -11,14 +11,7 @@ from kvq_models.calibration import fit
 from kvq_models.calibration.file import Calibration, save_calibration
 from kvq_models.calibration.store import Store
 from kvq_models.llama.checkpoint import load_llama
-from kvq_tools.cli import inputs, interruption, text_input
-from kvq_tools.cli.console import (
-    bar,
-    format_bytes,
-    input_errors,
-    loading,
-    print_json,
-)
+from kvq_tools.cli import console, inputs, interruption, text_input
 from kvq_tools.cli.options.calibrate import LENGTH
 from kvq_tools.cli.tables import layer_runs, print_line, print_table
 
@@ -27,12 +20,12 @@ def run(options: argparse.Namespace) -> None:
     out = inputs.output_file(options.out)
     ids, length = _checked(options)
     work = Path(f"{out}.work" if options.work is None else options.work)
-    with loading(options.model), input_errors():
+    with console.loading(options.model), console.input_errors():
         llama, _ = load_llama(options.model, dtype=options.dtype, weights="dense")
     started = time.perf_counter()
     with (
         interruption.advised(f"the same command continues from {str(work)!r}"),
-        input_errors(),
+        console.input_errors(),
     ):
         calibration = fit.calibrate(
             llama,
@@ -43,13 +36,13 @@ def run(options: argparse.Namespace) -> None:
             seed=options.seed,
             work=work,
             text=Path(options.text).name,
-            progress=bar,
+            progress=console.bar,
         )
         save_calibration(calibration, out)
     if options.work is None:
         Store.delete(work)
     result = report(calibration, options, len(ids), time.perf_counter() - started)
-    print_json("calibrate", result) if options.json else _print(result)
+    console.print_json("calibrate", result) if options.json else _print(result)
 
 
 def _checked(options: argparse.Namespace) -> tuple[list[int], int]:
@@ -59,7 +52,7 @@ def _checked(options: argparse.Namespace) -> tuple[list[int], int]:
     inputs.warn_beyond(length, config, "samples of ")
     tokenizer = text_input.need_tokenizer(options.model, "read the text")
     ids = text_input.encode(tokenizer, text_input.read_text(options.text))
-    with input_errors():
+    with console.input_errors():
         fit.check_request(options.cache.spec, config, ids, options.samples, length)
     return ids, length
 
@@ -98,8 +91,8 @@ def _print(result: dict[str, Any]) -> None:
     ]
     print_table(f"{result['file']}: parameters fitted for {result['cache']}", rows, texts=None)
     print_line(
-        f"[{result['file']}: {format_bytes(result['bytes'])}; {result['samples']} samples of"
-        f" {result['length']} tokens out of {result['text_tokens']} of {result['text']}, seed"
+        f"[{result['file']}: {console.format_bytes(result['bytes'])}; {result['samples']} samples"
+        f" of {result['length']} tokens out of {result['text_tokens']} of {result['text']}, seed"
         f" {result['seed']}, {result['dtype']}; the model's loss on them {result['loss']:.3f} nats"
         f" per token; {result['seconds']:.1f} s]"
     )

@@ -13,15 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import kvq_jax as kvq
-from kvq_tools.cli import inputs, interruption, one_cache, sampling_options, text_input
-from kvq_tools.cli.console import (
-    UserError,
-    check_finite,
-    format_bytes,
-    print_json,
-    progress,
-    warn,
-)
+from kvq_tools.cli import console, inputs, interruption, one_cache, sampling_options, text_input
 from kvq_tools.cli.continuation import Continuation
 from kvq_tools.cli.conversation import AnswerSettings, Conversation
 from kvq_tools.cli.handover import SavedPrompt
@@ -50,12 +42,12 @@ def run(options: argparse.Namespace) -> None:
             elif line.strip():
                 shown = None if options.json else options.cache.text
                 turns.append(_turn(conversation, tokenizer, line, shown))
-        except UserError as error:
+        except console.UserError as error:
             if not terminal:
                 raise
             print(f"kvq: {error}", file=sys.stderr)
     if options.json:
-        print_json(
+        console.print_json(
             "chat",
             {
                 "model": options.model,
@@ -64,7 +56,7 @@ def run(options: argparse.Namespace) -> None:
                 "turns": turns,
             },
         )
-    check_finite([] if conversation.finite else [options.cache.text])
+    console.check_finite([] if conversation.finite else [options.cache.text])
 
 
 def _checked(
@@ -94,14 +86,18 @@ def _check_saved(options: argparse.Namespace, saved: SavedPrompt) -> None:
     """Raise UserError for options that the file of --from has decided."""
     for name in ("capacity", "mesh"):
         if getattr(options, name) is not None:
-            raise UserError(f"leave out --{name}: kvq prefill has already made the cache of --from")
+            raise console.UserError(
+                f"leave out --{name}: kvq prefill has already made the cache of --from"
+            )
     if saved.opening is None:
-        raise UserError(
+        raise console.UserError(
             f"{saved.path!r} holds token ids without their text: give kvq prefill a text to chat"
             " about it"
         )
     if saved.opening.chat and options.system is not None:
-        raise UserError(f"leave out --system: {saved.path!r} holds the beginning of the chat")
+        raise console.UserError(
+            f"leave out --system: {saved.path!r} holds the beginning of the chat"
+        )
 
 
 def _lines(terminal: bool) -> Iterator[str]:
@@ -124,7 +120,7 @@ def _lines(terminal: bool) -> Iterator[str]:
             print("\nkvq: /quit or Ctrl-D leaves", file=sys.stderr)
             continue
         except UnicodeDecodeError as error:
-            raise UserError(f"the input is not UTF-8 text: {error}") from error
+            raise console.UserError(f"the input is not UTF-8 text: {error}") from error
         if not line:
             return
         yield line.rstrip("\r\n")
@@ -149,7 +145,7 @@ def _command(line: str, conversation: Conversation) -> bool:
             conversation.reset()
             print("kvq: a new conversation", file=sys.stderr)
         case other:
-            raise UserError(f"{other.split()[0]} is not a command; /help lists them")
+            raise console.UserError(f"{other.split()[0]} is not a command; /help lists them")
     return False
 
 
@@ -161,7 +157,7 @@ def _turn(
     turn = conversation.turn(message)
     again = len(conversation.ids) - turn.kept
     if again and conversation.begun:
-        warn(
+        console.warn(
             f"the chat template rewrites earlier turns: the last {again} tokens of the cache are"
             " dropped and read again"
         )
@@ -171,7 +167,7 @@ def _turn(
     ids: list[int] = []
     with _interruptible() as stopped:
         if conversation.needs_compiling(turn):
-            with progress("compiling"):
+            with console.progress("compiling"):
                 conversation.prepare(turn)
         for ids in conversation.answer(turn, stopped):
             if shown:
@@ -218,11 +214,11 @@ def holds(conversation: Conversation) -> dict[str, Any]:
 
 def cache_line(contents: dict[str, Any], cache: str) -> str:
     """Return the contents of the cache as one line."""
+    size, dense = (console.format_bytes(contents[key]) for key in ("bytes", "bf16_bytes"))
     return (
         f"[cache {cache}: {contents['tokens']} of {contents['capacity']} tokens,"
         f" {contents['full_precision_tokens']} in full precision,"
-        f" {contents['quantized_tokens']} quantized;"
-        f" {format_bytes(contents['bytes'])}, in bf16 {format_bytes(contents['bf16_bytes'])}, ratio"
+        f" {contents['quantized_tokens']} quantized; {size}, in bf16 {dense}, ratio"
         f" {contents['bf16_bytes'] / contents['bytes']:.2f}]"
     )
 

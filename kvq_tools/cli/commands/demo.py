@@ -8,7 +8,6 @@ import math
 import os
 import textwrap
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -22,17 +21,7 @@ from kvq_models.inference.sampling import Sampling
 from kvq_models.llama.checkpoint import load_llama
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama
-from kvq_tools.cli import cache_sizes, inputs, layer_times, text_input
-from kvq_tools.cli.console import (
-    UserError,
-    check_finite,
-    format_bytes,
-    input_errors,
-    loading,
-    print_json,
-    printable,
-    progress,
-)
+from kvq_tools.cli import cache_sizes, console, inputs, layer_times, text_input
 from kvq_tools.cli.continuation import Continuation
 from kvq_tools.cli.model_loading import prepared
 from kvq_tools.cli.options.demo import CACHES
@@ -68,20 +57,20 @@ def run(options: argparse.Namespace) -> None:
     )
     capacity = task.capacity
     inputs.warn_if_exact(caches, config, capacity, capacity - 1, f"in {capacity} tokens")
-    with loading(options.model), input_errors():
+    with console.loading(options.model), console.input_errors():
         llama, _ = load_llama(options.model, dtype=MODEL_DTYPE)
         models = prepared(llama, [spec for _, spec in caches], files)
     started = time.perf_counter()
-    with progress(f"compiling for {len(caches)} caches"):
+    with console.progress(f"compiling for {len(caches)} caches"):
         rows = [
             DemoRun(name, spec, model, task)
             for (name, _), (model, spec) in zip(caches, models, strict=True)
         ]
-        generations = _in_threads(DemoRun.compile, rows)
+        generations = _compiled(rows)
     compile_seconds = time.perf_counter() - started
     measured = []
     for row, generation in zip(rows, generations, strict=True):
-        with progress(f"running {row.name}"):
+        with console.progress(f"running {row.name}"):
             measured.append(row.run(generation, Continuation(tokenizer, task.prompt)))
     result = {
         "model": options.model,
@@ -98,8 +87,8 @@ def run(options: argparse.Namespace) -> None:
         "caches": _with_agreement(measured),
         "layer": _layer_times(caches),
     }
-    print_json("demo", result) if options.json else _print(result)
-    check_finite([row["name"] for row in measured if row["perplexity"] is None])
+    console.print_json("demo", result) if options.json else _print(result)
+    console.check_finite([row["name"] for row in measured if row["perplexity"] is None])
 
 
 def make_task(ids: list[int], config: LlamaConfig, context: int, new_tokens: int) -> DemoTask:
@@ -107,13 +96,13 @@ def make_task(ids: list[int], config: LlamaConfig, context: int, new_tokens: int
     ids = ids[: min(context, config.positions)]
     text_input.check_tokens(ids, config)
     if len(ids) < FEWEST_TOKENS:
-        raise UserError(
+        raise console.UserError(
             f"the demo needs a text and a context of at least {FEWEST_TOKENS} tokens, but has"
             f" {len(ids)}"
         )
     prompt, rest = ids[: len(ids) // 2], ids[len(ids) // 2 :]
     if new_tokens > len(rest):
-        raise UserError(
+        raise console.UserError(
             f"--new-tokens {new_tokens} is more than the {len(rest)} tokens that follow the prompt"
             " within the context"
         )
@@ -156,9 +145,8 @@ class DemoRun:
         tokens = np.asarray(generation.run().tokens)[0].tolist()
         _, cache = decoding.prefill(self.llama, self.new_cache(), np.array([task.prompt]))
         logprobs, cache = decoding.score(self.llama, cache, np.array([task.rest]))
-        perplexity = math.exp(
-            -float(jnp.mean(logprobs[0, 1:]))
-        )  # the first token of the rest is read but not scored
+        # the first token of the rest is read but not scored
+        perplexity = math.exp(-float(jnp.mean(logprobs[0, 1:])))
         return {
             "name": self.name,
             "cache": str(self.spec),
@@ -174,14 +162,11 @@ class DemoRun:
         }
 
 
-def _in_threads(
-    function: Callable[[DemoRun], TimedGeneration], rows: list[DemoRun]
-) -> list[TimedGeneration]:
-    """Call `function` on every row, several at a time: XLA compiles without holding Python's
-    lock."""
+def _compiled(rows: list[DemoRun]) -> list[TimedGeneration]:
+    """Compile several rows at a time: XLA compiles without holding Python's lock."""
     pool = ThreadPoolExecutor(min(4, os.cpu_count() or 1))
     try:
-        return list(pool.map(function, rows))
+        return list(pool.map(DemoRun.compile, rows))
     finally:
         pool.shutdown(wait=False, cancel_futures=True)  # Ctrl-C does not wait for compilations
 
@@ -192,7 +177,7 @@ def _layer_times(caches: list[NamedCache]) -> dict[str, Any] | None:
     compared = layer_times.possible(caches)
     if len(compared) < 2:
         return None
-    with progress(f"timing a layer of {layer_times.MODEL}"):
+    with console.progress(f"timing a layer of {layer_times.MODEL}"):
         return layer_times.times(compared, MODEL_DTYPE)
 
 
@@ -232,7 +217,7 @@ def _print(result: dict[str, Any]) -> None:
     title = (
         f"{result['model']}: perplexity of {result['scored_tokens']} tokens after the prompt; bytes"
         f" at {result['capacity']} tokens, windows included (bf16:"
-        f" {format_bytes(result['bf16_bytes'])}); tokens/s without compilation, which took"
+        f" {console.format_bytes(result['bf16_bytes'])}); tokens/s without compilation, which took"
         f" {result['compile_seconds']:.0f} s for all"
     )
     print_table(title, rows, texts=("cache", "read by"))
@@ -251,7 +236,7 @@ def _agreement(row: dict[str, Any], new_tokens: int) -> str:
 
 def _paragraph(text: str) -> str:
     return textwrap.fill(
-        printable(" ".join(text.split())),
+        console.printable(" ".join(text.split())),
         width=100,
         initial_indent="    ",
         subsequent_indent="    ",

@@ -10,7 +10,7 @@ import kvq_jax as kvq
 from kvq_jax.attention import dispatch
 from kvq_jax.codecs.codec import Codec
 from kvq_jax.layer.plan import LayerPlan
-from kvq_tools.cli import compilation_cache, doctor_facts, inputs
+from kvq_tools.cli import cache_sizes, compilation_cache, doctor_facts, inputs
 from kvq_tools.cli.console import print_json
 from kvq_tools.cli.doctor_warnings import known_problems
 from kvq_tools.cli.tables import layer_runs, print_line, print_table
@@ -35,12 +35,9 @@ def run(options: argparse.Namespace) -> None:
         "model": options.model,
         "cache": str(cache.spec),
         "context": context,
-        "regions": {
-            "sink": cache.spec.sink,
-            "recent": cache.spec.recent,
-            "block": cache.spec.block,
-            "body": cache.spec.regions(context).body_capacity,
-        },
+        "regions": (
+            cache_sizes.windows(cache.spec) | {"body": cache.spec.regions(context).body_capacity}
+        ),
         "facts": (
             doctor_facts.facts(options.model, config, cache.spec, biases)
             | {
@@ -156,9 +153,6 @@ def _side_text(side: dict[str, Any]) -> str:
             f"; packed in planes of {packing['plane_channels']} channels,"
             f" {packing['tokens_per_word_row']} tokens per word row"
         )
-        text += (
-            f", {packing['padding_channels']} channels of padding"
-            if packing["padding_channels"]
-            else ""
-        )
+        if padding := packing["padding_channels"]:
+            text += f", {padding} channels of padding"
     return f"{side['stored_bits']:.2f} bits stored: {text}"

@@ -152,11 +152,12 @@ def _print(result: dict[str, Any]) -> None:
         }
         for c in result["caches"]
     ]
+    rounding = " with int8 activations" if result["activations"] == "int8" else ""
     title = (
         f"{result['model']} on {result['text']}: {result['scored_tokens']} of"
         f" {result['text_tokens']} tokens scored in windows of {result['capacity']} by"
         f" {result['stride']}, mode {result['mode']}{_detail(result)}, {result['dtype']}"
-        f"{_rounding(result)}, {result['seconds']:.0f} s"
+        f"{rounding}, {result['seconds']:.0f} s"
     )
     print_table(title, rows)
     _print_positions(result)
@@ -173,10 +174,6 @@ def _detail(result: dict[str, Any]) -> str:
     if result["mode"] == "chunked":
         return f" ({result['chunk']} tokens at a time)"
     return f" (after a prompt of {result['prompt']} tokens)" if result["prompt"] else ""
-
-
-def _rounding(result: dict[str, Any]) -> str:
-    return " with int8 activations" if result["activations"] == "int8" else ""
 
 
 def _print_positions(result: dict[str, Any]) -> None:

@@ -6,11 +6,11 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from kvq_models.did_you_mean import hint
 from kvq_models.named_models.fetch import fetch
 from kvq_models.named_models.published import PUBLISHED, PublishedModel, megabytes
 from kvq_tools.cli import interruption
 from kvq_tools.cli.console import UserError, byte_bar, print_json
-from kvq_tools.cli.did_you_mean import hint
 from kvq_tools.cli.tables import print_line, print_table
 
 

@@ -12,23 +12,21 @@ from kvq_jax.cache.cache import CacheDims
 from kvq_jax.cache.spec import CACHE_OPTIONS
 from kvq_jax.methods.base import Method
 from kvq_jax.methods.registry import register_installed
+from kvq_models.did_you_mean import with_hint
 from kvq_models.inference.memory import CACHE_DTYPE
 from kvq_tools.cli import cache_sizes
 from kvq_tools.cli.console import format_bytes, print_json
-from kvq_tools.cli.did_you_mean import with_hint
 from kvq_tools.cli.options.values import refusal
 from kvq_tools.cli.tables import print_line, print_table
 
-REFERENCE_DIMS = (
-    CacheDims(  # Llama-3.1-8B with all layers, as a method may treat the first ones differently
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        hidden_size=4096,
-    )
+# Llama-3.1-8B with all layers, as a method may treat the first ones differently
+REFERENCE_DIMS = CacheDims(
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    hidden_size=4096,
 )
-
 REFERENCE_CONTEXT = 32768
 KERNELS: tuple[dispatch.Kernels, ...] = ("pallas", "native")
 

@@ -72,22 +72,17 @@ def run(options: argparse.Namespace) -> None:
         "seconds": time.perf_counter() - started,
     }
     if options.out:
-        spec = kvq.parse(result["chosen"])
+        calibration = result["calibration"] if METHOD in result["chosen"] else None
         with input_errors():
-            kept.write_plan(
-                options.out,
-                kept.StoredPlan(
-                    spec, result["calibration"] if METHOD in result["chosen"] else None
-                ),
-            )
+            plan = kept.StoredPlan(kvq.parse(result["chosen"]), calibration)
+            kept.write_plan(options.out, plan)
     if options.picture:
         with input_errors():
             figure.draw(result, Path(options.picture))
-    (
+    if options.json:
         print_json("plan", result | {"out": options.out, "picture": options.picture})
-        if options.json
-        else plan_table.print_plan(result, options)
-    )
+    else:
+        plan_table.print_plan(result, options)
 
 
 def _check_needs(options: argparse.Namespace) -> None:

@@ -12,16 +12,7 @@ import kvq_jax as kvq
 from kvq_models.inference import decoding, prompts
 from kvq_models.inference.method_parameters import prepare
 from kvq_models.llama.packed_loading import fingerprint
-from kvq_tools.cli import device_memory, handover, inputs
-from kvq_tools.cli.console import (
-    UserError,
-    bar,
-    check_finite,
-    format_bytes,
-    input_errors,
-    print_json,
-    progress,
-)
+from kvq_tools.cli import console, device_memory, handover, inputs
 from kvq_tools.cli.model_loading import load_model
 from kvq_tools.cli.one_prompt import read_prompt
 from kvq_tools.cli.options.prefill import ROOM
@@ -36,27 +27,29 @@ def run(options: argparse.Namespace) -> None:
     out = inputs.output_file(options.out)
     capacity = options.capacity or len(prompt) + ROOM
     if capacity < len(prompt):
-        raise UserError(f"the prompt has {len(prompt)} tokens, over the capacity of {capacity}")
+        raise console.UserError(
+            f"the prompt has {len(prompt)} tokens, over the capacity of {capacity}"
+        )
     inputs.warn_beyond(capacity, config)
     layout = kvq.cache.layout(options.cache.spec, config, 1, capacity, inputs.rows_dtype(options))
     device_memory.check_readable(layout, options.implementation)
     llama = load_model(options)
     model_fingerprint = fingerprint(llama)
-    with input_errors():
-        llama = prepare(llama, options.cache.spec, options.calibration, progress=bar)
+    with console.input_errors():
+        llama = prepare(llama, options.cache.spec, options.calibration, progress=console.bar)
         cache = device_memory.new_cache(
             options.cache.spec, llama.config, capacity, inputs.rows_dtype(options)
         )
     tokens, lengths = decoding.checked_tokens(llama, cache, [prompt], None)
     arguments = llama, cache, tokens, lengths, False, options.implementation
-    with progress("compiling"):
+    with console.progress("compiling"):
         for program in prompts.lowered_prompt(*arguments):
             program.compile()
     started = time.perf_counter()
     with reading(len(prompt), config.num_hidden_layers):
         logits, cache = jax.block_until_ready(prompts.read_prompt(*arguments))
     seconds = time.perf_counter() - started
-    check_finite([] if bool(jax.numpy.isfinite(logits).all()) else [options.cache.text])
+    console.check_finite([] if bool(jax.numpy.isfinite(logits).all()) else [options.cache.text])
     handover.save(out, llama, model_fingerprint, cache, prompt, logits, opening)
     result = {
         "model": options.model,
@@ -73,10 +66,10 @@ def run(options: argparse.Namespace) -> None:
         "calibration": options.calibration,
     }
     if options.json:
-        print_json("prefill", result)
+        console.print_json("prefill", result)
         return
     print_line(
-        f"[{out}: {format_bytes(result['bytes'])}, the cache {options.cache.text} of"
+        f"[{out}: {console.format_bytes(result['bytes'])}, the cache {options.cache.text} of"
         f" {len(prompt)} prompt tokens, {result['quantized_tokens']} of them quantized, with room"
         f" for {capacity}; read in {seconds:.3f} s]"
     )

@@ -10,15 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvq_models.llama.config import LlamaConfig
-from kvq_tools.cli import inputs, text_evaluation
-from kvq_tools.cli.console import (
-    UserError,
-    bar,
-    check_finite,
-    format_bytes,
-    input_errors,
-    print_json,
-)
+from kvq_tools.cli import console, inputs, text_evaluation
 from kvq_tools.cli.model_loading import load_model, prepared
 from kvq_tools.cli.options.report import CONTEXTS, NO_CONTEXTS, SAMPLE, STEPS
 from kvq_tools.cli.tables import print_line
@@ -34,45 +26,43 @@ SETTINGS = ("calibration", "window", "stride", "chunk", "prompt", "step", "limit
 
 def run(options: argparse.Namespace) -> None:
     if importlib.util.find_spec("matplotlib") is None:
-        raise UserError("kvq report needs matplotlib: pip install 'kvq-jax[report]'")
+        raise console.UserError("kvq report needs matplotlib: pip install 'kvq-jax[report]'")
     report = _made(options) if options.source is None else _read(options)
     out = inputs.output_directory(options.out)
-    with input_errors():
+    with console.input_errors():
         out.mkdir(parents=True, exist_ok=True)
-        written = [write.write_numbers(report, out), *write.write_page(report, out, bar)]
+        written = [write.write_numbers(report, out), *write.write_page(report, out, console.bar)]
     if options.json:
-        print_json("report", summary(report, written))
+        console.print_json("report", summary(report, written))
     else:
         print_line(advice(report))
-        print(
-            f"{written[1]}: {format_bytes(written[1].stat().st_size)}; beside it {write.JSON} and"
-            f" {len(written) - 2} PNGs"
-        )
-    check_finite([c.name for c in report.caches if c.perplexity is None or c.kl is None])
+        size = console.format_bytes(written[1].stat().st_size)
+        print(f"{written[1]}: {size}; beside it {write.JSON} and {len(written) - 2} PNGs")
+    console.check_finite([c.name for c in report.caches if c.perplexity is None or c.kl is None])
 
 
 def _read(options: argparse.Namespace) -> schema.CacheReport:
     conflicts = [name for name in (*SOURCES, *SETTINGS) if getattr(options, name) is not None]
     if conflicts:
-        raise UserError(
+        raise console.UserError(
             "--from redraws a report: leave out"
             f" {' and '.join(_argument(name) for name in conflicts)}"
         )
-    with input_errors():
+    with console.input_errors():
         return schema.read(options.source)
 
 
 def _made(options: argparse.Namespace) -> schema.CacheReport:
     missing = [name for name in SOURCES if not getattr(options, name)]
     if missing:
-        raise UserError(
+        raise console.UserError(
             f"kvq report needs {' and '.join(_argument(name) for name in missing)}, or --from a"
             " report.json"
         )
     names = [name for name, _ in options.cache]
     ((name, count),) = Counter(names).most_common(1)
     if count > 1:
-        raise UserError(f"--cache {name} is given {count} times")
+        raise console.UserError(f"--cache {name} is given {count} times")
     config, text, settings, files = text_evaluation.checked(options)
     shown = _contexts(options, config)
     inputs.output_directory(options.out)  # fails now rather than at the end
@@ -95,7 +85,7 @@ def _made(options: argparse.Namespace) -> schema.CacheReport:
         options.steps,
         sample,
     )
-    return collect(plan, plain, candidates, text, bar)
+    return collect(plan, plain, candidates, text, console.bar)
 
 
 def _contexts(options: argparse.Namespace, config: LlamaConfig) -> tuple[int, ...]:
@@ -106,9 +96,11 @@ def _contexts(options: argparse.Namespace, config: LlamaConfig) -> tuple[int, ..
         chosen = (*reached, *([positions] if options.steps < positions <= CONTEXTS[-1] else []))
     beyond = [n for n in chosen if n > positions]
     if beyond:
-        raise UserError(f"--contexts {beyond[0]} is beyond the {positions} positions of the model")
+        raise console.UserError(
+            f"--contexts {beyond[0]} is beyond the {positions} positions of the model"
+        )
     if chosen and chosen[0] <= options.steps:
-        raise UserError(
+        raise console.UserError(
             f"--contexts {chosen[0]} has no room for {options.steps + 1} steps; give more tokens,"
             " or fewer --steps"
         )
@@ -128,13 +120,10 @@ def command(options: argparse.Namespace, settings: Settings, shown: tuple[int, .
         parts += ["--calibration", file]
     parts += ["--window", settings.window, "--stride", settings.stride]
     defaults = {"mode": "decode", "prompt": 0, "batch": BATCH}
-    defaults |= (
-        {"chunk": CHUNK}
-        if settings.mode == "chunked"
-        else {"step": STEP}
-        if settings.mode == "decode"
-        else {}
-    )
+    if settings.mode == "chunked":
+        defaults["chunk"] = CHUNK
+    elif settings.mode == "decode":
+        defaults["step"] = STEP
     for name, default in defaults.items():
         if getattr(settings, name) != default:
             parts += [f"--{name}", getattr(settings, name)]
@@ -148,14 +137,8 @@ def command(options: argparse.Namespace, settings: Settings, shown: tuple[int, .
     ):
         if getattr(options, name) != default:
             parts += [f"--{name}", getattr(options, name)]
-    parts += [
-        "--contexts",
-        ",".join(map(str, shown)) or NO_CONTEXTS,
-        "--dtype",
-        options.dtype,
-        "--out",
-        options.out,
-    ]
+    parts += ["--contexts", ",".join(map(str, shown)) or NO_CONTEXTS]
+    parts += ["--dtype", options.dtype, "--out", options.out]
     return shlex.join(map(str, parts))
 
 

@@ -135,9 +135,8 @@ def footer(counts: Counts) -> str:
 
 def _checked_keys(options: argparse.Namespace) -> list[str]:
     """Check the options that need no model, and return the API keys."""
-    api_keys = options.api_key or [
-        os.environ[name].strip() for name in ("KVQ_API_KEY",) if name in os.environ
-    ]
+    key = os.environ.get("KVQ_API_KEY")
+    api_keys = options.api_key or ([] if key is None else [key.strip()])
     if not all(api_keys):
         raise UserError(
             "the API key is empty; to serve without one, leave out --api-key and KVQ_API_KEY"

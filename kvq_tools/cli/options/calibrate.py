@@ -53,9 +53,4 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="keep the samples here (default: OUT.work, deleted once the file is written)",
     )
-    parser.add_argument(
-        "--dtype",
-        choices=shared.DTYPES,
-        default="bfloat16",
-        help="dtype of weights, activations and gradients (default: %(default)s)",
-    )
+    shared.add_fixed_dtype(parser, "weights, activations and gradients")

@@ -54,12 +54,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=values.byte_size,
         help="list the caches that fit, such as 24GiB; with --cache, the largest context that fits",
     )
-    parser.add_argument(
-        "--dtype",
-        choices=shared.DTYPES,
-        default="bfloat16",
-        help="dtype of full-precision rows and of the model (default: %(default)s)",
-    )
+    shared.add_fixed_dtype(parser, "full-precision rows and of the model")
     _add_roofline(parser)
     _add_mesh(parser)
 

@@ -98,12 +98,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         ),
     )
     shared.add_sequences(parser)
-    parser.add_argument(
-        "--dtype",
-        choices=shared.DTYPES,
-        default="bfloat16",
-        help="dtype of full-precision rows (default: %(default)s)",
-    )
+    shared.add_fixed_dtype(parser, "full-precision rows")
     _add_speed(parser)
     parser.add_argument(
         "--window",

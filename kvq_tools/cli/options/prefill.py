@@ -45,4 +45,4 @@ def configure(parser: argparse.ArgumentParser) -> None:
         ),
     )
     shared.add_implementation(parser)
-    shared.add_dtype(parser, rows="rows of a quantized cache are bfloat16")
+    shared.add_dtype(parser, one_cache=True)

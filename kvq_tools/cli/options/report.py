@@ -43,7 +43,6 @@ examples:
 
 
 def _contexts(text: str) -> tuple[int, ...]:
-    """Parse --contexts."""
     if text == NO_CONTEXTS:
         return ()
     return tuple(sorted({values.positive(part.strip()) for part in text.split(",")}))

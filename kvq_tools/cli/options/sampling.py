@@ -51,4 +51,4 @@ def add_sampling(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> Non
         help="the same seed gives the same text (default: 0)",
     )
     shared.add_implementation(parser)
-    shared.add_dtype(parser, rows="rows of a quantized cache are bfloat16")
+    shared.add_dtype(parser, one_cache=True)

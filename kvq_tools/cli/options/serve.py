@@ -48,7 +48,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     _add_limits(parser)
     shared.add_mesh(parser)
     shared.add_implementation(parser)
-    shared.add_dtype(parser, rows="rows of a quantized cache are bfloat16")
+    shared.add_dtype(parser, one_cache=True)
 
 
 def _add_clients(parser: argparse.ArgumentParser) -> None:

@@ -63,29 +63,27 @@ def add_implementation(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_dtype(
-    parser: argparse.ArgumentParser, *, rows: str | None = None, beside: str = ""
-) -> None:
-    """Add --dtype, which `model_dtype` reads.
-
-    Args:
-        parser: the command's parser.
-        rows: the default of full-precision rows, if it differs from the model's.
-        beside: more help text.
-    """
-    default = "the fastest on this device: float32 on a CPU, else bfloat16" + (
-        f"; {rows}" if rows else ""
+def add_fixed_dtype(parser: argparse.ArgumentParser, of: str) -> None:
+    """Add --dtype to a command whose default does not depend on the device."""
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="bfloat16", help=f"dtype of {of} (default: %(default)s)"
     )
+
+
+def add_dtype(
+    parser: argparse.ArgumentParser, *, one_cache: bool = False, beside: str = ""
+) -> None:
+    """Add --dtype, --weights and --activations, which `load_model` reads. `one_cache`: --dtype also
+    decides the rows of --cache (`rows_dtype`). `beside`: more help."""
+    rows = "; rows of a quantized cache are bfloat16" if one_cache else ""
     parser.add_argument(
         "--dtype",
         choices=DTYPES,
-        help=f"dtype of weights, activations and full-precision rows (default: {default}){beside}",
+        help=(
+            "dtype of weights, activations and full-precision rows (default: the fastest on this"
+            f" device: float32 on a CPU, else bfloat16{rows}){beside}"
+        ),
     )
-    add_weights(parser)
-
-
-def add_weights(parser: argparse.ArgumentParser) -> None:
-    """Add --weights and --activations, which `load_model` reads."""
     parser.add_argument(
         "--weights",
         choices=("packed", "dense"),

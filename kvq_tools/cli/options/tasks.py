@@ -16,13 +16,8 @@ SAMPLES = 4  # for each length and depth
 def add_arguments(
     parser: argparse.ArgumentParser, max_new_tokens: int | None, default: str = "%(default)s"
 ) -> None:
-    """Add the arguments that all of these commands take.
-
-    Args:
-        parser: the command's parser.
-        max_new_tokens: the default, or None if it depends on the task.
-        default: the default in words.
-    """
+    """Add the arguments that all of these commands take. max_new_tokens: the default, or None if it
+    depends on the task. default: the default in words."""
     shared.add_model(parser)
     shared.add_caches(parser, "a cache; can be repeated (default: dense)")
     shared.add_calibration(parser, several=True)

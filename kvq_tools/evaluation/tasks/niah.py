@@ -18,15 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvq_tools.evaluation.tasks.filler import (
-    DULL,
-    FILE_DEPTH,
-    depth_of,
-    excerpt,
-    fitted,
-    generator,
-    sentences,
-)
+from kvq_tools.evaluation.tasks import filler
 from kvq_tools.evaluation.tasks.kinds import NEEDLE_KINDS as KINDS
 from kvq_tools.evaluation.tasks.kinds import NEEDLE_TOKENS as MAX_NEW_TOKENS
 from kvq_tools.evaluation.tasks.kinds import NeedleKind
@@ -72,8 +64,8 @@ RULES = {
     ),
     "needle": NEEDLE.replace("{things}", "numbers"),
     "haystack": (
-        f"noise: lines of {DULL!r}; text: sentences from a random place; needles: others, one a"
-        " line"
+        f"noise: lines of {filler.DULL!r}; text: sentences from a random place; needles: others,"
+        " one a line"
     ),
     "depth": (
         "share of the haystack before the needle that is asked for; all others stand anywhere, and"
@@ -84,7 +76,7 @@ RULES = {
 }
 FILE_RULES = {
     "prompt": "of the file",
-    "depth": FILE_DEPTH,
+    "depth": filler.FILE_DEPTH,
     "length": RULES["length"],
     "score": RULES["score"],
 }
@@ -128,14 +120,14 @@ def generated(
     """
     if KINDS[kind].haystack == "text" and text is None:
         raise ValueError(f"{kind} hides needles in a text: give one (--text FILE)")
-    pieces = sentences(text) if text is not None else []
+    pieces = filler.sentences(text) if text is not None else []
     return [
         _sample(
             prompts,
             KINDS[kind],
             length,
             depth,
-            generator(seed, length, depth or 0, i),
+            filler.generator(seed, length, depth or 0, i),
             pieces,
             suffix,
             max_new_tokens,
@@ -208,7 +200,7 @@ def _sample(
         question, prefix = needles.question(haystack[:count])
         return prompts.ids(question, prefix + suffix)
 
-    ids = fitted(build, len(haystack), budget)
+    ids = filler.fitted(build, len(haystack), budget)
     if len(ids) < 0.8 * budget and kind.haystack == "text":
         raise ValueError(
             f"the text has {len(pieces)} sentences, too few to fill {length} tokens: give a longer"
@@ -227,9 +219,9 @@ def _haystack(
     `taken`."""
     match kind.haystack:
         case "noise":
-            return [DULL] * (budget // len(DULL.split()) + 1)
+            return [filler.DULL] * (budget // len(filler.DULL.split()) + 1)
         case "text":
-            return excerpt(pieces, budget // 2, rng)
+            return filler.excerpt(pieces, budget // 2, rng)
         case _:
             others = (
                 (_drawn(kind.keys, rng), _drawn(kind.values, rng))
@@ -275,7 +267,7 @@ def from_file(
         ids = prompts.ids(row["input"].removesuffix(prefix), prefix + suffix)
         labels = {
             "length": len(ids) + max_new_tokens,
-            "depth": depth_of(row["outputs"][0], row["input"]),
+            "depth": filler.depth_of(row["outputs"][0], row["input"]),
         }
         samples.append(TaskSample(tuple(ids), tuple(row["outputs"]), max_new_tokens, labels))
     return samples

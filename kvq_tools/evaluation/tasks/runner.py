@@ -110,13 +110,11 @@ def _generated(
     llama: Llama, spec: CacheSpec, task: AnswerRule, samples: list[TaskSample], prompts: TaskPrompts
 ) -> list[tuple[str, int, bool]]:
     """Return (text, number of tokens, True if all logits were finite) for each sample."""
-    room, max_new_tokens = capacity(samples[0], llama.config), samples[0].max_new_tokens
+    room, new = capacity(samples[0], llama.config), samples[0].max_new_tokens
     tokens, lengths = right_padded([list(sample.prompt) for sample in samples])
     cache = init_cache(spec, llama.config, len(samples), room, llama.embed[...].dtype)
     ends = llama.config.eos_token_ids
-    segments = generate_stream(
-        llama, cache, tokens, lengths, max_new_tokens=max_new_tokens, eos_ids=ends
-    )
+    segments = generate_stream(llama, cache, tokens, lengths, max_new_tokens=new, eos_ids=ends)
     return answers_of(segments, ends, task, samples, prompts)
 
 
@@ -130,12 +128,7 @@ def answers_of(
     """Return the texts of a stream as far as the task needs them."""
     answers: list[tuple[str, int, bool]] = []
     for so_far in segments:
-        rows = [
-            row[:count].tolist()
-            for row, count in zip(
-                np.asarray(so_far.tokens), np.asarray(so_far.lengths), strict=True
-            )
-        ]
+        rows = so_far.rows()
         answers = [
             (prompts.decode(row), len(row), bool(finite))
             for row, finite in zip(rows, np.asarray(so_far.finite), strict=True)

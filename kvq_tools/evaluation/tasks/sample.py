@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from kvq_jax.files.json_text import parse_json
 from kvq_tools.growing_text import decoded
 
 LENGTH_RULE = (
@@ -103,8 +103,8 @@ def read_rows(path: str | Path, fields: Fields, limit: int | None = None) -> lis
 
 def _row(line: str, fields: Fields, where: str) -> dict[str, Any]:
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        row = parse_json(line)
+    except ValueError as error:
         raise ValueError(f"{where}: not JSON: {error}") from error
     if not isinstance(row, dict):
         raise ValueError(f"{where}: must be an object, not a {type(row).__name__}")

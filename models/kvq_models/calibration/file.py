@@ -31,6 +31,7 @@ from kvq_jax.cache.serialization import DTYPES
 from kvq_jax.cache.spec import CacheSpec, parse
 from kvq_jax.codecs.codec import Side
 from kvq_jax.files.checksum import read_tensors, save_tensors
+from kvq_jax.files.json_text import parse_json
 from kvq_jax.methods.base import Method
 from kvq_jax.types.array_types import ModelDims
 from kvq_models.calibration.needs import Need, needs
@@ -349,13 +350,7 @@ def _described(path: Path, header: Mapping[str, str]) -> Calibration:
     def read(field: str, reader: Any) -> Any:
         try:
             return reader(header[field])
-        # RecursionError: JSON nested too deeply
-        except (
-            KeyError,
-            TypeError,
-            ValueError,
-            RecursionError,
-        ) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{str(path)!r}: header field {field}={header.get(field)!r} cannot be read"
             ) from error
@@ -364,15 +359,14 @@ def _described(path: Path, header: Mapping[str, str]) -> Calibration:
         spec=read("spec", str),
         dims=read("dims", CacheDims.from_json),
         model_fingerprint=read("model_fingerprint", str),
-        keys=read(
-            "keys",
-            lambda text: {
-                str(name): str(options) for name, options in dict(json.loads(text)).items()
-            },
-        ),
+        keys=read("keys", _texts),
         origin=Origin(**{field: read(field, reader) for field, reader in readers.items()}),
         tensors={},
     )
+
+
+def _texts(text: str) -> dict[str, str]:
+    return {str(name): str(options) for name, options in dict(parse_json(text)).items()}
 
 
 def _array(tensor: Any) -> Array:

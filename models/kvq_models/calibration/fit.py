@@ -196,7 +196,8 @@ def _rows(
             row = row.astype(jnp.float32) - bias[None]
         if rotates:
             # R g / a, of rows that `rotate` multiplies by a
-            row, gradient = _rotated(row, rope), _rotated(gradient, _inverted(rope))
+            inverted = dataclasses.replace(rope, attention_factor=1 / rope.attention_factor)
+            row, gradient = _rotated(row, rope), _rotated(gradient, inverted)
         rows[index], gradients[index] = row[sink:].astype(jnp.float32), gradient[sink:]
     return rows.reshape(-1, heads, head_dim), gradients.reshape(-1, heads, head_dim)
 
@@ -214,11 +215,6 @@ def _trace(store: Store, index: int, sink: int, rope: Rope, layer: Layer) -> Lay
         scale=layer.config.head_dim**-0.5 if scale is None else scale,
         sink=sink,
     )
-
-
-def _inverted(rope: Rope) -> Rope:
-    """Return the rotation with 1 / a for its attention factor a."""
-    return dataclasses.replace(rope, attention_factor=1 / rope.attention_factor)
 
 
 @jax.jit

@@ -39,6 +39,11 @@ def check(token_ids: Integers, samples: int, length: int, config: LlamaConfig) -
             f"samples of {length} tokens need a text of at least {length + 1} tokens, and this one"
             f" has {tokens.size}"
         )
+    check_vocabulary(tokens, config)
+
+
+def check_vocabulary(tokens: Int[np.ndarray, "n"], config: LlamaConfig) -> None:
+    """Raise ValueError, in one line, for a token that the model does not know."""
     outside = (tokens < 0) | (tokens >= config.vocab_size)
     if outside.any():
         at = int(outside.argmax())

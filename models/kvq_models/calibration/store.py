@@ -41,6 +41,7 @@ from safetensors import SafetensorError, safe_open
 from kvq_jax.cache.cache import CacheDims
 from kvq_jax.codecs.codec import Side
 from kvq_jax.files.checksum import NoChecksum, read_tensors, save_tensors, sha256_of
+from kvq_jax.files.json_text import parse_json
 from kvq_jax.files.whole import UNFINISHED, delete_directory, remove_unfinished, replacing
 from kvq_models.calibration.activations import LAST_QUERIES, Recorded
 
@@ -158,10 +159,9 @@ class Store:
         are none or their file is damaged."""
         file = self._fitted_file(layer, side, options)
         try:
+            header = self._fitted_header(layer, side, options)
             with safe_open(file, framework="numpy") as stored:
-                if (stored.metadata() or {}).items() >= self._fitted_header(
-                    layer, side, options
-                ).items():
+                if (stored.metadata() or {}).items() >= header.items():
                     return read_tensors(stored, repr(str(file)), required=True)
         except (OSError, SafetensorError, ValueError):
             pass  # fit damaged ones again, like missing ones
@@ -169,11 +169,8 @@ class Store:
 
     def keep(self, layer: int, side: Side, options: str, parameters: dict[str, np.ndarray]) -> None:
         """Save fitted parameters."""
-        save_tensors(
-            self._fitted_file(layer, side, options),
-            parameters,
-            self._fitted_header(layer, side, options),
-        )
+        header = self._fitted_header(layer, side, options)
+        save_tensors(self._fitted_file(layer, side, options), parameters, header)
 
     @staticmethod
     def delete(directory: Path) -> None:
@@ -192,11 +189,8 @@ class Store:
         }
 
     def _fitted_file(self, layer: int, side: Side, options: str) -> Path:
-        return (
-            self.directory
-            / FITTED
-            / f"{hashlib.sha256(options.encode()).hexdigest()[:16]}.{layer}.{side}.safetensors"
-        )
+        digest = hashlib.sha256(options.encode()).hexdigest()[:16]
+        return self.directory / FITTED / f"{digest}.{layer}.{side}.safetensors"
 
     def _take(self) -> None:
         """Create the directory if it is missing, and lock it. Raise ValueError if another process
@@ -247,13 +241,10 @@ class Store:
     def _read_state(self, file: Path) -> _State:
         delete = f"delete {str(self.directory)!r}"
         try:
-            fields = json.loads(file.read_text(encoding="utf-8"))
-            known, identity, losses = (
-                fields["format"] == FORMAT,
-                Identity(**fields["identity"]),
-                [float(loss) for loss in fields["losses"]],
-            )
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            fields = parse_json(file.read_text(encoding="utf-8"))
+            known, identity = fields["format"] == FORMAT, Identity(**fields["identity"])
+            losses = [float(loss) for loss in fields["losses"]]
+        except (ValueError, TypeError, KeyError) as error:
             raise ValueError(
                 f"{str(file)!r} cannot be read as the state of a calibration; {delete}"
             ) from error

@@ -161,10 +161,8 @@ def quantize_weights(
             )
         assert squares is not None, "there is at least one sample"
         for name, leaf in _kernels(layer).items():
-            kernel, sensitivity = (
-                np.asarray(leaf, np.float32).T,
-                np.asarray(squares[name]).T / samples,
-            )
+            kernel = np.asarray(leaf, np.float32).T
+            sensitivity = np.asarray(squares[name]).T / samples
             if not np.isfinite(sensitivity).all():
                 raise ValueError(
                     f"layer {index}, {name}: gradients of a sample are not finite in"
@@ -240,11 +238,9 @@ def staying(
 
 
 def _largest(values: np.ndarray, count: int) -> Int[np.ndarray, " count"]:
-    return (
-        np.argpartition(values, values.size - count)[values.size - count :]
-        if count
-        else np.zeros(0, int)
-    )
+    if count:
+        return np.argpartition(values, values.size - count)[values.size - count :]
+    return np.zeros(0, int)
 
 
 @jax.jit
@@ -267,7 +263,8 @@ def _backward(
     to its kernels, fp32."""
 
     def run(hidden: HiddenBTD, kernels: dict[str, jax.Array]) -> HiddenBTD:
-        return _forward(_with_kernels(layer, kernels), hidden)
+        leaves = [kernels.get(name, leaf) for name, leaf in _named(layer)]
+        return _forward(jax.tree.unflatten(jax.tree.structure(layer), leaves), hidden)
 
     _, pull = jax.vjp(run, hidden, _kernels(layer))
     cotangent, gradients = pull(cotangent)
@@ -279,12 +276,6 @@ def _backward(
 def _kernels(layer: Layer) -> dict[str, jax.Array]:
     """Return the kernels [in, out] of a layer's projections by their paths."""
     return {name: leaf for name, leaf in _named(layer) if name in PROJECTIONS}
-
-
-def _with_kernels(layer: Layer, kernels: dict[str, jax.Array]) -> Layer:
-    return jax.tree.unflatten(
-        jax.tree.structure(layer), [kernels.get(name, leaf) for name, leaf in _named(layer)]
-    )
 
 
 def _named(layer: Layer) -> list[tuple[str, jax.Array]]:

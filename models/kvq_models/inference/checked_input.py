@@ -39,11 +39,9 @@ def checked_tokens(
     check_mesh(llama, cache)
     check_held(cache)
     parameters_for(llama, cache.spec)
-    lengths = (
-        np.full(tokens.shape[:1], tokens.shape[1], np.int32)
-        if lengths is None
-        else int32("lengths", lengths)
-    )
+    if lengths is None:
+        lengths = np.full(tokens.shape[:1], tokens.shape[1], np.int32)
+    lengths = int32("lengths", lengths)
     if lengths.shape != (cache.batch,):
         raise ValueError(f"lengths must be [{cache.batch}], got shape {lengths.shape}")
     if any(isinstance(a, Tracer) for a in (tokens, lengths, cache.lengths)):
@@ -61,12 +59,10 @@ def checked_tokens(
     need = cached + new + new_tokens
     if need.max() > cache.capacity:
         row = int(need.argmax())
-        parts = f"{cached[row]} cached + {new[row]} prompt" + (
-            f" + {new_tokens} new" if new_tokens else ""
-        )
+        more = f" + {new_tokens} new" if new_tokens else ""
         raise ValueError(
-            f"row {row} needs {need[row]} tokens ({parts}), but the cache's capacity is"
-            f" {cache.capacity}"
+            f"row {row} needs {need[row]} tokens ({cached[row]} cached + {new[row]} prompt{more}),"
+            f" but the cache's capacity is {cache.capacity}"
         )
     # A copy: device_put may take over the caller's memory, which the caller may change while the
     # program still runs.
@@ -101,10 +97,8 @@ def check_mesh(llama: Llama, cache: Cache) -> None:
     of_model = getattr(llama.embed[...], "sharding", None)
     if isinstance(llama.embed[...], Tracer) or of_model is None:
         return
-    placement, remedy = (
-        cache.placement,
-        "kvq_models.shard_llama moves the model, kvq_jax.rows.move the cache",
-    )
+    placement = cache.placement
+    remedy = "kvq_models.shard_llama moves the model, kvq_jax.rows.move the cache"
     if placement is None and len(of_model.device_set) > 1:
         raise ValueError(
             f"the model lies on a mesh of {len(of_model.device_set)} devices, and the cache does"

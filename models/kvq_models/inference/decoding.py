@@ -178,9 +178,8 @@ def score_program(llama: Llama, cache: Cache, tokens: Array, lengths: Array) -> 
 
 
 def _logprobs(logits: Float[Array, "B T V"], following: Int[Array, "B T"]) -> Float[Array, "B T"]:
-    return jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), following[..., None], axis=-1)[
-        ..., 0
-    ]
+    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    return jnp.take_along_axis(logprobs, following[..., None], axis=-1)[..., 0]
 
 
 @functools.partial(jax.jit, static_argnames=("reduce", "step"), donate_argnames="cache")
@@ -201,38 +200,23 @@ def decode_scan(
     """
     with crossing(cache.placement) as mesh:
         llama, cache, tokens, lengths, beside = mesh.taken((llama, cache, tokens, lengths, beside))
-        return _scan_steps(llama, cache, tokens, lengths, beside, reduce, step)
+        rows, length = tokens.shape
+        steps = -(-length // step)
+        parameters = parameters_for(llama, cache.spec)
+        padded = [
+            jnp.pad(a, ((0, 0), (0, steps * step - length), *((0, 0),) * (a.ndim - 2)))
+            for a in (tokens, *beside)
+        ]
 
+        def one(cache: Cache, i: Array) -> tuple[Cache, Any]:
+            now, *others = (lax.dynamic_slice_in_dim(a, i * step, step, axis=1) for a in padded)
+            begun = begin(cache, step, lengths - i * step, prefill=False, parameters=parameters)
+            hidden, cache = run_layers(llama, begun, now)
+            logits = jnp.where(begun.valid[..., None], llama.logits(hidden), jnp.nan)
+            return cache, reduce(logits, *others)
 
-def _scan_steps(
-    llama: Llama,
-    cache: Cache,
-    tokens: Array,
-    lengths: LengthsB,
-    beside: tuple[Array, ...],
-    reduce: Callable[..., Any],
-    step: int,
-) -> tuple[Any, Cache]:
-    length = tokens.shape[1]
-    steps = -(-length // step)
-    parameters = parameters_for(llama, cache.spec)
-    padded = [
-        jnp.pad(a, ((0, 0), (0, steps * step - length), *((0, 0),) * (a.ndim - 2)))
-        for a in (tokens, *beside)
-    ]
+        def joined(term: Array) -> Array:
+            return jnp.moveaxis(term, 0, 1).reshape(rows, -1)[:, :length]
 
-    def one(cache: Cache, i: Array) -> tuple[Cache, Any]:
-        now, *others = (lax.dynamic_slice_in_dim(a, i * step, step, axis=1) for a in padded)
-        begun = begin(cache, step, lengths - i * step, prefill=False, parameters=parameters)
-        hidden, cache = run_layers(llama, begun, now)
-        return cache, reduce(
-            jnp.where(begun.valid[..., None], llama.logits(hidden), jnp.nan), *others
-        )
-
-    cache, terms = lax.scan(one, cache, jnp.arange(steps, dtype=jnp.int32))
-    return (
-        jax.tree.map(
-            lambda term: jnp.moveaxis(term, 0, 1).reshape(len(tokens), -1)[:, :length], terms
-        ),
-        cache,
-    )
+        cache, terms = lax.scan(one, cache, jnp.arange(steps, dtype=jnp.int32))
+        return jax.tree.map(joined, terms), cache

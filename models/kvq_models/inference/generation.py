@@ -53,6 +53,11 @@ class Generated:
     logprobs: Float[Array, "B new"]
     finite: Bool[Array, "B"]
 
+    def rows(self) -> list[list[int]]:
+        """Return the tokens of each row that count."""
+        tokens, lengths = np.asarray(self.tokens), np.asarray(self.lengths)
+        return [row[:count].tolist() for row, count in zip(tokens, lengths, strict=True)]
+
     def __repr__(self) -> str:
         return display.line("Generated", self._facts())
 

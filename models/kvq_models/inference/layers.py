@@ -25,12 +25,8 @@ FINISH_CHUNK = 512  # tokens whose MLP activations exist at a time
 
 def run_layers(llama: Llama, step: Step, tokens: Int[Array, "B T"]) -> tuple[HiddenBTD, Cache]:
     """Run all layers over the tokens of a step."""
-    rope, split, placement = (
-        ropes_for(llama.config, step.cache.capacity),
-        residual_split(step.cache.placement),
-        step.cache.placement,
-    )
-    positions, valid = step.positions, step.valid
+    rope, placement = ropes_for(llama.config, step.cache.capacity), step.cache.placement
+    positions, valid, split = step.positions, step.valid, residual_split(placement)
     hidden = split(first_input(llama, tokens, valid, placement))
     if twice := tokens.size == 1 and placement is None and _on_gpu(step):
         hidden, positions, valid = lax.optimization_barrier(
@@ -69,11 +65,9 @@ def _first_row(inputs: LayerInputs) -> LayerInputs:
 def residual_split(placement: Placement | None) -> Callable[[HiddenBTD], HiddenBTD]:
     """Return the identity on the residual stream, constrained on a mesh so that every device has
     the whole stream of the rows it serves."""
-    return (
-        (lambda hidden: hidden)
-        if placement is None
-        else (lambda hidden: placement.constrained(hidden, "batch", "none", "model"))
-    )
+    if placement is None:
+        return lambda hidden: hidden
+    return lambda hidden: placement.constrained(hidden, "batch", "none", "model")
 
 
 # for those who run layers one by one, and for the trace and the code of equal layers, which exist

@@ -117,7 +117,6 @@ def _passed(
     lengths: LengthsB,
     implementation: Implementation,
 ) -> Passed:
-    """Return what all layers in one program give."""
     step = begin(
         cache,
         tokens.shape[1],

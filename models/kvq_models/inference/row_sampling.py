@@ -116,9 +116,8 @@ def most_likely(
     count = min(MOST_ALTERNATIVES, logits.shape[-1])
 
     def nothing() -> tuple[Array, Array]:
-        return jnp.zeros((*logits.shape[:-1], count), logits.dtype), jnp.zeros(
-            (*logits.shape[:-1], count), jnp.int32
-        )
+        shape = (*logits.shape[:-1], count)
+        return jnp.zeros(shape, logits.dtype), jnp.zeros(shape, jnp.int32)
 
     values, tokens = lax.cond(wanted, lambda: tuple(lax.top_k(logits, count)), nothing)
     return tokens, values

@@ -214,7 +214,6 @@ def _added(history: History, tokens: Int[Array, "B T"], taken: Bool[Array, "B T"
 
 
 def _written(rows: Array, new: Array, at: LengthsB, taken: Bool[Array, "B T"]) -> Array:
-    """Return the rows with the taken entries written at their places."""
     places = jnp.where(
         taken, at[:, None] + jnp.arange(new.shape[1], dtype=jnp.int32)[None], rows.shape[1]
     )

@@ -167,10 +167,8 @@ def _check_layers(checkpoint: Checkpoint) -> None:
     """Raise CheckpointError if the configuration has more layers than the files, before building
     them."""
     matches = (re.match(r"model\.layers\.(\d+)\.", name) for name in checkpoint.tensors)
-    stored, layers = (
-        1 + max((int(match[1]) for match in matches if match), default=-1),
-        checkpoint.config.num_hidden_layers,
-    )
+    stored = 1 + max((int(match[1]) for match in matches if match), default=-1)
+    layers = checkpoint.config.num_hidden_layers
     if layers > stored:
         missing = f"model.layers.{stored}.self_attn.q_proj.weight"
         raise CheckpointError(
@@ -190,11 +188,9 @@ def _untie_if_stored_apart(checkpoint: Checkpoint) -> LlamaConfig:
     if len(names) == 1:  # of one tensor
         return config
     embed, head = map(checkpoint.read, pair)
-    return (
-        config
-        if np.array_equal(embed, head)
-        else dataclasses.replace(config, tie_word_embeddings=False)
-    )
+    if np.array_equal(embed, head):
+        return config
+    return dataclasses.replace(config, tie_word_embeddings=False)
 
 
 def _check_tensors(
@@ -244,7 +240,6 @@ def _read_weights(
     placement: Placement | None,
     packs: Callable[[hf_names.Weight], bool],
 ) -> Llama:
-    """Fill the abstract model tensor by tensor."""
     shardings = {} if placement is None else weight_shardings(abstract, placement)
     values: dict[str, Weight] = {}
     # read at the end, so that the host does not wait for each tensor
@@ -263,10 +258,10 @@ def _read_weights(
         values[path], finite[weight.name] = placed
     broken = [name for name, of_tensor in finite.items() if not of_tensor]
     if broken:
-        named = (
-            f"{_some(broken)} holds nan, or values beyond {next(iter(values.values())).dtype.name}"
+        dtype = next(iter(values.values())).dtype.name
+        raise CheckpointError(
+            f"{_some(broken)} holds nan, or values beyond {dtype}: the model would compute nan"
         )
-        raise CheckpointError(f"{named}: the model would compute nan")
     return hf_names.replace_weights(abstract, values)
 
 

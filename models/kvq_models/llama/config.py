@@ -14,16 +14,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvq_jax.layer.attention import Attention
+from kvq_models.llama import families
 from kvq_models.llama.config_fields import check_positive, optional, required, token_ids
 from kvq_models.llama.experts_config import ExpertsConfig, experts_from_hf, experts_to_hf
-from kvq_models.llama.families import (
-    FAMILIES,
-    MULTIPLIERS,
-    Activation,
-    Family,
-    check_model_type,
-    family_of,
-)
 from kvq_models.llama.generation_defaults import GenerationDefaults
 from kvq_models.llama.layer_kinds import (
     WINDOWED_THROUGHOUT,
@@ -93,7 +86,7 @@ class LlamaConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    activation: Activation = "silu"
+    activation: families.Activation = "silu"
     qk_norm: bool = False
     joint_qk_norm: bool = False
     norms_inputs: bool = True
@@ -119,7 +112,7 @@ class LlamaConfig:
     dtype: str | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        check_model_type(self.model_type)
+        families.check_model_type(self.model_type)
         for name in _SIZES:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -139,7 +132,7 @@ class LlamaConfig:
             raise ValueError("config field head_dim=2 is too small for rope_type='dynamic'")
         check_factors(self.rope, self.head_dim)
         check_positive("rms_norm_eps", self.rms_norm_eps)
-        for name in (*MULTIPLIERS, "attention_soft_cap", "logits_soft_cap"):
+        for name in (*families.MULTIPLIERS, "attention_soft_cap", "logits_soft_cap"):
             if getattr(self, name) is not None:
                 check_positive(name, getattr(self, name))
         if self.sliding_window is not None and self.sliding_window < 1:
@@ -173,7 +166,7 @@ class LlamaConfig:
         model_type, architecture, RoPE type, activation, quantization or kind of layer that this
         model does not compute.
         """
-        family = family_of(hf)
+        family = families.family_of(hf)
         window, windowed = sliding_window(hf, family)
         refuse_unsupported(hf, family)
         rope, local_rope = rope_from_hf(hf, family)
@@ -226,8 +219,9 @@ class LlamaConfig:
         readers understand. Raises ValueError if the family cannot express this config (a Mistral
         with biases, a Llama with QK-norm).
         """
+        ends = self.eos_token_ids
         hf = {
-            "architectures": [FAMILIES[self.model_type].architecture],
+            "architectures": [families.FAMILIES[self.model_type].architecture],
             "model_type": self.model_type,
             **{name: getattr(self, name) for name in _SIZES},
             _ACTIVATION[self.activation]: ACTIVATIONS[self.activation][0],
@@ -241,7 +235,7 @@ class LlamaConfig:
             **self._family_to_hf(),
             **experts_to_hf(self.experts, self.model_type),
             "bos_token_id": self.bos_token_id,
-            "eos_token_id": _one_or_many(self.eos_token_ids),
+            "eos_token_id": list(ends) if len(ends) > 1 else ends[0] if ends else None,
             "pad_token_id": self.pad_token_id,
         }
         read_back = LlamaConfig.from_hf(hf)
@@ -258,9 +252,9 @@ class LlamaConfig:
         return hf
 
     def _family_to_hf(self) -> dict[str, Any]:
-        family = FAMILIES[self.model_type].fields
+        family = families.FAMILIES[self.model_type].fields
         values: dict[str, Any] = {
-            name: getattr(self, name) for name in MULTIPLIERS if name in family
+            name: getattr(self, name) for name in families.MULTIPLIERS if name in family
         }
         if "no_rope_layers" in family:
             layers = range(self.num_hidden_layers)
@@ -288,7 +282,7 @@ class LlamaConfig:
         return values
 
     def _window_to_hf(self) -> dict[str, Any]:
-        stated = FAMILIES[self.model_type].full_layer_step is not None
+        stated = families.FAMILIES[self.model_type].full_layer_step is not None
         if self.model_type in WINDOWED_THROUGHOUT or (self.sliding_window is None and not stated):
             return {"sliding_window": self.sliding_window}
         kinds = [
@@ -316,16 +310,12 @@ _SIZES = (
 )
 
 
-def _one_or_many(ids: tuple[int, ...]) -> int | list[int] | None:
-    return list(ids) if len(ids) > 1 else ids[0] if ids else None
-
-
-def _factors(hf: Mapping[str, Any], family: Family) -> dict[str, Any]:
+def _factors(hf: Mapping[str, Any], family: families.Family) -> dict[str, Any]:
     """Return the family's factors of embedding, scores, logits and residual stream, and its soft
     caps."""
     factors: dict[str, Any] = {
         name: optional(hf, name, float, 1.0)  # the default of GraniteConfig
-        for name in MULTIPLIERS
+        for name in families.MULTIPLIERS
         if name in family.fields
     }
     if family.scales_embedding:
@@ -356,7 +346,7 @@ def _key_value_heads(hf: Mapping[str, Any], heads: int) -> int:
     return required(hf, "num_key_value_heads", int)
 
 
-def _head_dim(hf: Mapping[str, Any], family: Family, hidden: int, heads: int) -> int:
+def _head_dim(hf: Mapping[str, Any], family: families.Family, hidden: int, heads: int) -> int:
     explicit = optional(hf, "head_dim", int, family.head_dim)
     if explicit is not None:
         return explicit

@@ -118,7 +118,6 @@ class Experts(nnx.Module):
         return lax.psum(out, axes).reshape(y_BTD.shape)
 
     def _route(self, rows: Float[Array, "n D"]) -> tuple[Float[Array, "n k"], Int[Array, "n k"]]:
-        """Return the experts of each token and their weights."""
         logits = rows @ self.router[...]
         if self.router_bias is not None:
             logits = logits + self.router_bias[...][None]
@@ -183,11 +182,8 @@ class Experts(nnx.Module):
         up: Float[Array, "*tokens I"],
         expert: Int[Array, "*tokens"],
     ) -> Float[Array, "*tokens I"]:
-        """Return the inner activation of tokens at their experts."""
-        gate, up = (
-            self._biased(gate, self.gate_bias, expert),
-            self._biased(up, self.up_bias, expert),
-        )
+        gate = self._biased(gate, self.gate_bias, expert)
+        up = self._biased(up, self.up_bias, expert)
         limit = self.config.swiglu_limit
         if limit is None:
             return jax.nn.silu(gate) * up

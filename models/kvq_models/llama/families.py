@@ -46,21 +46,34 @@ class Family(NamedTuple):
     fields: tuple[str, ...] = ()  # of config.json that other families must not have
 
 
+_QWEN3 = Family("Qwen3ForCausalLM", mlp_bias=False, qk_norm=True, head_dim=128, sliding_window=4096)
+_OLMO2 = Family(
+    "Olmo2ForCausalLM",
+    mlp_bias=False,
+    qk_norm=True,
+    joint_qk_norm=True,
+    norms_inputs=False,
+    norms_outputs=True,
+)
+_GEMMA2 = Family(
+    "Gemma2ForCausalLM",
+    mlp_bias=False,
+    activation="gelu_tanh",
+    norms_outputs=True,
+    unit_offset_norms=True,
+    scales_embedding=True,
+    tied=True,
+    head_dim=256,
+    sliding_window=4096,
+    full_layer_step=2,
+    fields=_GEMMA,
+)
 FAMILIES = {
     "llama": Family("LlamaForCausalLM"),
     "mistral": Family("MistralForCausalLM", False, False, False, sliding_window=4096),
     "qwen2": Family("Qwen2ForCausalLM", True, False, False, sliding_window=4096),
-    "qwen3": Family(
-        "Qwen3ForCausalLM", mlp_bias=False, qk_norm=True, head_dim=128, sliding_window=4096
-    ),
-    "qwen3_moe": Family(
-        "Qwen3MoeForCausalLM",
-        mlp_bias=False,
-        qk_norm=True,
-        head_dim=128,
-        sliding_window=4096,
-        fields=COUNTS,
-    ),
+    "qwen3": _QWEN3,
+    "qwen3_moe": _QWEN3._replace(architecture="Qwen3MoeForCausalLM", fields=COUNTS),
     "mixtral": Family("MixtralForCausalLM", False, False, False, rope_theta=1e6, fields=COUNTS),
     "granite": Family("GraniteForCausalLM", fields=MULTIPLIERS),
     "granitemoehybrid": Family(
@@ -75,50 +88,18 @@ FAMILIES = {
         rope_theta=2e6,
         fields=("no_rope_layers", "no_rope_layer_interval"),
     ),
-    "olmo2": Family(
-        "Olmo2ForCausalLM",
-        mlp_bias=False,
-        qk_norm=True,
-        joint_qk_norm=True,
-        norms_inputs=False,
-        norms_outputs=True,
-    ),
-    "olmo3": Family(
-        "Olmo3ForCausalLM",
-        mlp_bias=False,
-        qk_norm=True,
-        joint_qk_norm=True,
-        norms_inputs=False,
-        norms_outputs=True,
+    "olmo2": _OLMO2,
+    "olmo3": _OLMO2._replace(
+        architecture="Olmo3ForCausalLM",
         sliding_window=4096,
         full_layer_step=4,
         rope_theta=5e5,
         local_rope_theta=5e5,
     ),
-    "gemma2": Family(
-        "Gemma2ForCausalLM",
-        mlp_bias=False,
-        activation="gelu_tanh",
-        norms_outputs=True,
-        unit_offset_norms=True,
-        scales_embedding=True,
-        tied=True,
-        head_dim=256,
-        sliding_window=4096,
-        full_layer_step=2,
-        fields=_GEMMA,
-    ),
-    "gemma3_text": Family(
-        "Gemma3ForCausalLM",
-        mlp_bias=False,
-        activation="gelu_tanh",
+    "gemma2": _GEMMA2,
+    "gemma3_text": _GEMMA2._replace(
+        architecture="Gemma3ForCausalLM",
         qk_norm=True,
-        norms_outputs=True,
-        unit_offset_norms=True,
-        scales_embedding=True,
-        tied=True,
-        head_dim=256,
-        sliding_window=4096,
         full_layer_step=6,
         rope_theta=1e6,
         local_rope_theta=1e4,

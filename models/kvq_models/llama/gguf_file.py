@@ -73,7 +73,6 @@ class GgufFile:
 
     @functools.cached_property
     def _slices(self) -> dict[str, fused_tensors.Slice]:
-        """Return the weights that are slices of the file's tensors, by name."""
         return fused_tensors.slices(self.config, self._tensors)
 
     def read(self, name: str) -> np.ndarray:

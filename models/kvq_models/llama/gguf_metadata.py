@@ -39,10 +39,8 @@ def config_of(
             f"GGUF architecture {architecture!r} is not supported{reason}; supported:"
             f" {', '.join(MODEL_TYPES)}"
         )
-    heads, hidden = (
-        whole(fields, f"{architecture}.attention.head_count"),
-        whole(fields, f"{architecture}.embedding_length"),
-    )
+    heads = whole(fields, f"{architecture}.attention.head_count")
+    hidden = whole(fields, f"{architecture}.embedding_length")
     if heads < 1 or hidden < 1:
         raise ValueError(
             f"GGUF fields head_count={heads} and embedding_length={hidden} must be positive"
@@ -89,11 +87,9 @@ def config_of(
         generation=generation_defaults.of_gguf(fields),
     )
     factors = read(ROPE_FACTORS) if ROPE_FACTORS in shapes else None
-    return (
-        config
-        if factors is None
-        else dataclasses.replace(config, rope=llama3_rope(config, factors))
-    )
+    if factors is None:
+        return config
+    return dataclasses.replace(config, rope=llama3_rope(config, factors))
 
 
 def _control_tokens(fields: GgufFields) -> dict[str, int]:

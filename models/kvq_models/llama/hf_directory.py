@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import re
 import shutil
 from collections import defaultdict
@@ -18,6 +17,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from kvq_jax.files.checksum import SHA256, Checksum
+from kvq_jax.files.json_text import parse_json
 from kvq_models.llama import fused_tensors, generation_defaults
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.config_fields import quantization_fields, token_ids
@@ -26,8 +26,8 @@ from kvq_models.llama.hf_tokenizer import (
     TOKENIZER_EXTRAS,
     TOKENIZER_FILES,
     added_tokens,
+    end_of_sequence,
     load_tokenizer,
-    named_end,
 )
 from kvq_models.llama.quantized.groups import GroupedCodes
 from kvq_models.llama.quantized.kv_scales import KVScales, read_kv_scales
@@ -84,7 +84,7 @@ class HfDirectory:
         stated = (
             *token_ids(generation, "eos_token_id"),
             *config.eos_token_ids,
-            named_end(self.directory, added),
+            added.get(end_of_sequence(self.directory) or ""),
         )
         return dataclasses.replace(
             config,
@@ -126,7 +126,6 @@ class HfDirectory:
 
     @functools.cached_property
     def _slices(self) -> dict[str, fused_tensors.Slice]:
-        """Return the weights that are slices of the files' tensors, by name."""
         return fused_tensors.slices(self.config, self._weights[0])
 
     @functools.cached_property
@@ -227,11 +226,8 @@ class HfDirectory:
         stored = self._float_tensor(name)
         with _opened(stored.file) as tensors:
             stored_name = stored.stored_as or name
-            tensor, header, count = (
-                tensors.get_tensor(stored_name),
-                tensors.metadata() or {},
-                len(tensors.keys()),
-            )
+            tensor, count = tensors.get_tensor(stored_name), len(tensors.keys())
+            header = tensors.metadata() or {}
         self._check(stored.file, stored_name, tensor, header, count)
         return self._slice(name, tensor)
 
@@ -342,7 +338,6 @@ class HfDirectory:
         return stored
 
     def tokenizer(self) -> Any:
-        """Return the directory's tokenizer, or None if it has none."""
         return load_tokenizer(self.directory)
 
     def write_tokenizer(self, directory: Path) -> None:
@@ -357,8 +352,8 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise CheckpointError(f"{path.name} is missing in {str(path.parent)!r}")
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+        fields = parse_json(path.read_text(encoding="utf-8"))
+    except ValueError as error:
         raise CheckpointError(f"{str(path)!r} is not valid JSON: {first_line(error)}") from error
     if not isinstance(fields, dict):
         raise CheckpointError(

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import json
 import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from kvq_jax.files.json_text import parse_json
 from kvq_models.llama.stored_tensor import CheckpointError, first_line
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -158,7 +158,7 @@ def added_tokens(directory: Path) -> dict[str, int]:
         listed = _object(directory / TOKENIZER_FILE).get("added_tokens")
         listed = listed if isinstance(listed, list) else []
         entries = [(one.get("id"), one) for one in listed if isinstance(one, Mapping)]
-    end = _named_end(directory)
+    end = end_of_sequence(directory)
     return {
         str(entry["content"]): int(str(number))
         for number, entry in entries
@@ -169,13 +169,8 @@ def added_tokens(directory: Path) -> dict[str, int]:
     }
 
 
-def named_end(directory: Path, added: Mapping[str, int]) -> int | None:
-    """Return the id of the end-of-sequence token that the tokenizer's files name, if it is an added
-    token."""
-    return added.get(_named_end(directory) or "")
-
-
-def _named_end(directory: Path) -> str | None:
+def end_of_sequence(directory: Path) -> str | None:
+    """Return the text of the end-of-sequence token that the tokenizer's files name, or None."""
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         token = _object(directory / name).get("eos_token")
         text = token.get("content") if isinstance(token, Mapping) else token
@@ -186,7 +181,7 @@ def _named_end(directory: Path) -> str | None:
 
 def _object(path: Path) -> dict[str, Any]:
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        fields = parse_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return {}
     return fields if isinstance(fields, dict) else {}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from pathlib import Path
 from typing import Literal
 
+from kvq_models.did_you_mean import hint
 from kvq_models.llama.hf_directory import CONFIG_FILES, INDEX_FILE
 from kvq_models.llama.hf_tokenizer import TOKENIZER_EXTRAS, TOKENIZER_FILES
 from kvq_models.llama.quantized.quantization_config import OWN_FILES
@@ -29,10 +29,10 @@ def local_directory(path_or_hub_id: str | os.PathLike[str], part: Part) -> Path:
     if path.is_dir():
         return path
     if not isinstance(path_or_hub_id, str) or not _HUB_ID.fullmatch(path_or_hub_id):
-        near = difflib.get_close_matches(str(path).lower(), NAMES, n=1)
-        meant = f". Did you mean {near[0]}?" if near else ""
+        nearest = hint(str(path), NAMES)
         raise CheckpointError(
-            f"{str(path)!r} does not exist, and is no Hub id (organisation/name){meant}"
+            f"{str(path)!r} does not exist, and is no Hub id (organisation/name)"
+            + (f".{nearest}" if nearest else "")
         )
     from huggingface_hub import snapshot_download  # imported late: only Hub ids need it
     from huggingface_hub.errors import LocalEntryNotFoundError

@@ -16,10 +16,7 @@ class LazyTokenizer:
     Until then the tokenizers library turns a text into token ids and token ids into text, and gives
     what transformers would. Everything else, such as a chat template, needs the transformers
     tokenizer, which does all the work from then on. Its import takes half a second of a processor.
-
-    Args:
-        core: the tokenizers.Tokenizer.
-        build: returns the transformers tokenizer of a copy of it.
+    core: the tokenizers.Tokenizer. build: returns the transformers tokenizer of a copy of it.
     """
 
     def __init__(self, core: Any, build: Callable[[], Any]) -> None:

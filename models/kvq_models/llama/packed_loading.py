@@ -46,11 +46,8 @@ def packing(
     the head, if the file stores them in a way that can be read packed and keeps their values.
 
     Args:
-        checkpoint: the open checkpoint.
         weights: "packed", "dense", or None for packed ones on one CPU with native kernels, but for
             matrices of 16 bits that take less than LEAST_BYTES together.
-        dtype: of the model.
-        on_mesh: True if the weights go to a mesh of devices.
 
     Raises ValueError, in one line, if packed weights are asked for and cannot be had.
     """
@@ -163,12 +160,10 @@ def fingerprint(llama: Llama) -> str:
 
 def in_words(llama: Llama) -> str:
     """Return how the weights are stored, and what that does to their values."""
-    leaves = jax.tree.leaves(llama, is_leaf=is_packed)
-    size = sum(nbytes(leaf) for leaf in leaves if is_packed(leaf))
-    dtype = llama.embed[...].dtype.name
+    packed = [leaf for leaf in jax.tree.leaves(llama, is_leaf=is_packed) if is_packed(leaf)]
+    size, dtype = sum(map(nbytes, packed)), llama.embed[...].dtype.name
     if not size:
         return dtype
-    packed = [leaf for leaf in leaves if is_packed(leaf)]
     bits = sorted({leaf.bits for leaf in packed})
     rounds = any(leaf.activations == "int8" and leaf.integers for leaf in packed)
     rounded = ", rounded to int8 before products" if rounds else ""

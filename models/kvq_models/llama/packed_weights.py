@@ -327,7 +327,7 @@ def _of_rows(
 ) -> list[Float[Array, "T _"]]:
     if unavailable() is not None:
         return _in_tiles(x, weights)
-    return lax.platform_dependent(x, weights, cpu=_native, default=_in_tiles)
+    return lax.platform_dependent(x, weights, cpu=native_products, default=_in_tiles)
 
 
 @_of_rows.defjvp
@@ -336,10 +336,6 @@ def refused(primals: Any, tangents: Any) -> Any:
     raise NotImplementedError(
         "packed weights have no gradient: load the model with weights='dense'"
     )
-
-
-def _native(x: Float[Array, "T I"], weights: tuple[PackedMatrix, ...]) -> list[Array]:
-    return native_products(x, weights)
 
 
 def native_products(

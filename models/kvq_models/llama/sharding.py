@@ -116,12 +116,10 @@ def embedded(llama: Llama, tokens: Int[Array, "B T"], placement: Placement | Non
 
     Otherwise XLA reads a single token by a slice, for which it gathers the whole embedding.
     """
-    axes = (
-        None
-        if placement is None
-        else partition(hf_names.weights(llama)["embed"].spec, placement)[0]
-    )
-    if placement is None or axes is None:
+    if placement is None:
+        return llama.embed_tokens(tokens)
+    axes = partition(hf_names.weights(llama)["embed"].spec, placement)[0]
+    if axes is None:
         return llama.embed_tokens(tokens)
 
     def local_rows(embed: Float[Array, "V D"], tokens: Int[Array, "B T"]) -> HiddenBTD:
@@ -147,10 +145,5 @@ def embedded(llama: Llama, tokens: Int[Array, "B T"], placement: Placement | Non
 def mesh_of_weights(llama: Llama) -> Mesh | None:
     """Return the mesh of a model's weights, or None on one device."""
     sharding = getattr(llama.embed.get_value(), "sharding", None)
-    return (
-        sharding.mesh
-        if isinstance(sharding, NamedSharding)
-        and isinstance(sharding.mesh, Mesh)
-        and sharding.mesh.size > 1
-        else None
-    )
+    mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
+    return mesh if isinstance(mesh, Mesh) and mesh.size > 1 else None

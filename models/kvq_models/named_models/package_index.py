@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import base64
-import json
 import os
 import ssl
 import subprocess
@@ -19,6 +18,8 @@ import urllib.parse
 import urllib.request
 from html.parser import HTMLParser
 from http.client import HTTPException, HTTPResponse
+
+from kvq_jax.files.json_text import parse_json
 
 DEFAULT_INDEX = "https://pypi.org/simple"
 TIMEOUT = 30.0  # seconds without a byte
@@ -122,7 +123,7 @@ def _address(response: HTTPResponse, file: str) -> str | None:
     try:
         page = response.read(MOST_PAGE)
         if response.headers.get_content_type() == _JSON:
-            links = {entry["filename"]: entry["url"] for entry in json.loads(page)["files"]}
+            links = {entry["filename"]: entry["url"] for entry in parse_json(page)["files"]}
         else:
             parser = _Links()
             parser.feed(page.decode("utf-8", "replace"))
@@ -131,7 +132,7 @@ def _address(response: HTTPResponse, file: str) -> str | None:
                 for link in parser.addresses
             }
         return urllib.parse.urljoin(response.geturl(), links[file]) if file in links else None
-    except (OSError, HTTPException, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:
         raise FetchError(
             f"{host(response.geturl())} answers what is no page of a package index"
         ) from error

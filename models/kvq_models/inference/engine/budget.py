@@ -4,6 +4,7 @@ Nothing is allocated."""
 from __future__ import annotations
 
 import dataclasses
+from bisect import bisect_left
 from collections.abc import Callable
 
 from jax.typing import DTypeLike
@@ -60,14 +61,9 @@ def plan(
         each = total(2, longest) - total(1, longest)
         chosen = min(MOST_SLOTS, (memory - total(1, longest)) // each + 1), longest
     else:
-        chosen = (
-            slots or 1,
-            (
-                longest
-                if fits(slots or 1, longest)
-                else _largest(lambda tokens: fits(slots or 1, tokens), longest)
-            ),
-        )
+        rows = slots or 1
+        whole = fits(rows, longest)
+        chosen = rows, longest if whole else _largest(lambda n: fits(rows, n), longest)
         if not chosen[1] or (capacity is not None and chosen[1] < capacity):
             asked = slots or 1, capacity or CAPACITY_STEP
             fitting = (
@@ -82,8 +78,5 @@ def plan(
 
 def _largest(fits: Callable[[int], bool], longest: int) -> int:
     """Return the largest multiple of CAPACITY_STEP below `longest` that fits, or 0 if none does."""
-    low, high = 0, -(-longest // CAPACITY_STEP)  # in steps: low fits, high does not
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle * CAPACITY_STEP) else (low, middle)
-    return low * CAPACITY_STEP
+    steps = range(1, -(-longest // CAPACITY_STEP))
+    return CAPACITY_STEP * bisect_left(steps, True, key=lambda n: not fits(n * CAPACITY_STEP))

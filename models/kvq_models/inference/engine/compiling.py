@@ -39,18 +39,7 @@ def compile_at_once(
     """Compile the programs that read a prompt of this width, fill a slot and step, on two threads:
     XLA holds no lock of Python's while it compiles, or loads what it has compiled before. Nothing
     is consumed. On a mesh nothing is compiled, because outputs decide the shardings of the next
-    program's inputs.
-
-    Args:
-        model: the arrays of a Llama.
-        cache: the slots' cache.
-        row: the cache of a prompt.
-        offsets: what requests add to the logits.
-        logits: like those after a prompt.
-        width: of a chunk.
-        implementation: of attention.
-        beside: other work for these threads.
-    """
+    program's inputs. beside: other work for these threads."""
     llama = model.llama()
     slots, vacant = cache.batch, row_rules([VACANT])
     none, nobody = np.zeros(slots, np.int32), np.zeros(slots, bool)

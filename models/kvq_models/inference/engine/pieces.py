@@ -81,13 +81,8 @@ class RowPieces:
                 continue
             whole = np.array(empty)
             for piece in pieces:
-                whole[
-                    _along(
-                        spec,
-                        piece.starts[i],
-                        piece.starts[i] + piece.arrays[i].shape[spec.axis("tokens")],
-                    )
-                ] = piece.arrays[i]
+                part, start = piece.arrays[i], piece.starts[i]
+                whole[_along(spec, start, start + part.shape[spec.axis("tokens")])] = part
             leaves.append(whole)
         return jax.tree.unflatten(jax.tree.structure(self._axes), jax.device_put(leaves))
 
@@ -103,12 +98,8 @@ class RowPieces:
             starts.append(start)
         arrays = [(array.shape, array.dtype) for array in piece.arrays]
         logits = piece.logits.shape, piece.logits.dtype
-        return (piece.length, piece.starts, arrays, logits) == (
-            length,
-            tuple(starts),
-            expected,
-            self._logits,
-        )
+        same_place = (piece.length, piece.starts) == (length, tuple(starts))
+        return same_place and (arrays, logits) == (expected, self._logits)
 
     def _parts(self, before: int, length: int) -> Iterator[tuple[ArraySpec, int, int]]:
         for spec, regions in zip(self._specs, self._regions, strict=True):

@@ -25,6 +25,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from kvq_jax.files.checksum import read_tensors, write_tensors
+from kvq_jax.files.json_text import parse_json
 from kvq_jax.files.whole import remove_unfinished, replacing
 from kvq_models.inference.engine.pieces import RowPiece
 
@@ -66,25 +67,20 @@ class PrefixFolder:
             if not stat.S_ISREG(path.stat().st_mode):
                 raise ValueError(f"{str(path)!r} is no regular file")  # reading it could wait
             with safe_open(path, framework="numpy") as file:
-                tensors, header = (
-                    read_tensors(file, repr(str(path)), required=True),
-                    file.metadata(),
-                )
-            if (header.get("format"), header.get("version"), header.get("key")) != (
-                FORMAT,
-                VERSION,
-                key.hex(),
-            ):
+                tensors = read_tensors(file, repr(str(path)), required=True)
+                header = file.metadata()
+            stated = [header.get(name) for name in ("format", "version", "key")]
+            if stated != [FORMAT, VERSION, key.hex()]:
                 raise ValueError(f"{str(path)!r} holds another piece than its name says")
             logits = tensors.pop(LOGITS)
             arrays = tuple(tensors[str(i)] for i in range(len(tensors)))
-            starts = tuple(json.loads(header["starts"]))
+            starts = tuple(parse_json(header["starts"]))
             return RowPiece(int(header["length"]), starts, arrays, logits)
         except FileNotFoundError:
             return None
         except KeyError as error:
             self.refuse(key, f"it has no {error}")
-        except (SafetensorError, ValueError, TypeError, RecursionError, OSError) as error:
+        except (SafetensorError, ValueError, TypeError, OSError) as error:
             self.refuse(key, error)
         return None
 

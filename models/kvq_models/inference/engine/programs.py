@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from kvq_jax.attention.dispatch import Implementation
@@ -34,7 +33,8 @@ Offsets: TypeAlias = Float[Array, "B V"]  # what requests add to the logits of t
 
 
 def no_offsets(slots: int, vocabulary: int, placement: Placement | None) -> Offsets:
-    return jax.device_put(np.zeros((slots, vocabulary), np.float32), _everywhere(placement))
+    everywhere = None if placement is None else placement.everywhere
+    return jax.device_put(np.zeros((slots, vocabulary), np.float32), everywhere)
 
 
 def padded_bias(bias: Sequence[tuple[int, float]]) -> tuple[np.ndarray, np.ndarray]:
@@ -45,13 +45,10 @@ def padded_bias(bias: Sequence[tuple[int, float]]) -> tuple[np.ndarray, np.ndarr
     return tokens, values
 
 
-def _everywhere(placement: Placement | None) -> NamedSharding | None:
-    return None if placement is None else NamedSharding(placement.mesh, PartitionSpec())
-
-
 def _constrained(offsets: Offsets, placement: Placement | None) -> Offsets:
-    sharding = _everywhere(placement)
-    return offsets if sharding is None else lax.with_sharding_constraint(offsets, sharding)
+    if placement is None:
+        return offsets
+    return lax.with_sharding_constraint(offsets, placement.everywhere)
 
 
 @functools.partial(jax.jit, static_argnames="implementation", donate_argnames=("cache", "offsets"))

@@ -82,7 +82,6 @@ def is_finite(rows: TabledRows) -> bool:
 
 
 def _outputs(rows: TabledRows) -> np.ndarray:
-    """Return the output of each sparse entry."""
     return np.repeat(np.arange(len(rows.codes)), np.diff(rows.sparse_starts))
 
 

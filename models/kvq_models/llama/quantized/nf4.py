@@ -7,13 +7,13 @@ Double quantization stores absmax in 8 bits: nested_quant_map[code] * nested_abs
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from kvq_jax.files.json_text import parse_json
 from kvq_models.llama.quantized.groups import GroupedCodes
 from kvq_models.llama.quantized.stored_parts import GROUP, Layout, StoredParts
 from kvq_models.llama.stored_tensor import CheckpointError
@@ -79,10 +79,10 @@ class Nf4(Layout):
         state sizes."""
         parts.shape(self._state_name, ("U8",), rank=1)
         try:
-            state = json.loads(parts.read(self._state_name).tobytes())
+            state = parse_json(parts.read(self._state_name).tobytes())
             sizes = [*state["shape"], state["blocksize"], state.get("nested_blocksize", 1)]
             offset = state.get("nested_offset", None if "nested_blocksize" in state else 0.0)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        except (ValueError, TypeError, KeyError, AttributeError):
             state, sizes, offset = {}, [], None
         whole = all(type(size) is int and size > 0 for size in sizes)
         if len(sizes) != 4 or not whole or not isinstance(offset, float | int):
@@ -94,7 +94,6 @@ class Nf4(Layout):
 
 
 def _scales(parts: StoredParts, state: Mapping[str, Any]) -> np.ndarray:
-    """Return the scale of each run."""
     absmax = parts.read("weight.absmax")
     if "nested_blocksize" in state:
         absmax = parts.read("weight.nested_quant_map")[absmax]
