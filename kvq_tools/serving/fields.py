@@ -107,8 +107,11 @@ class Common(_Fields):
         asked = {name: getattr(self, name) for name in rule if getattr(self, name) is not None}
         if asked and not defaults.temperature:
             rule["temperature"] = 1.0
+        rule |= asked
         # JSON's 1 is an int
-        return Sampling(**rule | {name: type(rule[name])(asked[name]) for name in asked})
+        return Sampling(
+            float(rule["temperature"]), rule["top_k"], float(rule["top_p"]), float(rule["min_p"])
+        )
 
     @property
     def bias(self) -> tuple[tuple[int, float], ...]:
