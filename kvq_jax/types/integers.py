@@ -53,8 +53,8 @@ def positive(name: str, value: Any) -> int:
     if isinstance(value, bool) or number < 1:
         if isinstance(value, Tracer):
             raise ValueError(f"{name} must be an integer that is known when a program is traced")
-        if getattr(value, "shape", ()):
-            raise ValueError(f"{name} must be one integer, got an array {list(value.shape)}")
+        if shape := getattr(value, "shape", ()):
+            raise ValueError(f"{name} must be one integer, got an array {list(shape)}")
         raise ValueError(f"{name}={value} must be an integer of at least 1")
     return number
 

@@ -13,5 +13,5 @@ def test_texts_keep_what_unicode_calls_the_end_of_a_line(tmp_path: pathlib.Path)
         journal = Journal(file, {"run": "one"})
         journal.add(key, row)
     assert Journal(file, {"run": "one"}).rows == {"a": row, "b": row}
-    with pytest.raises(ValueError, match="rows of another run (.*run.*)"):
+    with pytest.raises(ValueError, match="rows of another run"):
         Journal(file, {"run": "another"})
