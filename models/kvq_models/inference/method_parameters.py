@@ -158,7 +158,7 @@ def _brought(spec: CacheSpec, config: LlamaConfig) -> Iterator[dict[Side, dict[s
     its files lack them."""
     sides: tuple[Side, Side] = ("k", "v")
     for layer, plan in enumerate(parameter_plans(spec, dims_of(config))):
-        found = {}
+        scales = {}
         for index, (side, codec) in enumerate(zip(sides, (plan.k, plan.v), strict=True)):
             if codec.learning.brought:
                 if config.kv_scales is None:
@@ -167,8 +167,8 @@ def _brought(spec: CacheSpec, config: LlamaConfig) -> Iterator[dict[Side, dict[s
                         " promises them, and the files lack them: scale=head takes them from the"
                         " prompt"
                     )
-                found[side] = {"scale": np.asarray(config.kv_scales[layer][index], np.float32)}
-        yield found
+                scales[side] = {"scale": np.asarray(config.kv_scales[layer][index], np.float32)}
+        yield scales
 
 
 @functools.cache
