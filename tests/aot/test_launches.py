@@ -5,8 +5,8 @@ a graph could not capture.
 import pytest
 
 from benchmarks.machine_code.launches import limit_us, measure, over_limit
-from pallas_kernels.mosaic import route
 from tests.exhaustive import some
+from tests.pallas_kernels.lowering import needs_mosaic
 
 # Beside the projections: queries, keys and values, append and windows, body, merge, a product, and
 # twice a sum and a norm.
@@ -50,7 +50,7 @@ def test_a_layer_launches_few_kernels_at_any_batch(spec: str, batch: int):
         assert not any("scatter" in name for name in row.launches), f"{row.launches}"
 
 
-@pytest.mark.skipif(bool(route.missing()), reason=route.missing() or "")
+@needs_mosaic
 @pytest.mark.parametrize(
     ("spec", "batch"),
     some(

@@ -16,8 +16,8 @@ from benchmarks.machine_code.compile import AbsentGpu
 from benchmarks.machine_code.report import Instructions, KernelReport
 from benchmarks.machine_code.target import ARCHITECTURES, BY_NAME
 from benchmarks.results_page import RESULTS
-from pallas_kernels.mosaic import route
 from tests.exhaustive import some
+from tests.pallas_kernels.lowering import needs_mosaic
 
 ROOT = pathlib.Path(__file__).parents[2]
 COMMITTED = [
@@ -31,7 +31,7 @@ BY_CASE = {attention.name: attention for attention in ATTENTIONS}
 USUAL = [("innerq, 2-bit sym, H 128", "h200"), ("kivi, 4-bit, H 128", "a100")]
 
 
-@pytest.mark.skipif(bool(route.missing()), reason=route.missing() or "")
+@needs_mosaic
 @pytest.mark.parametrize(
     ("name", "target"), some(itertools.product(BY_CASE, BY_NAME), USUAL), ids=str
 )

@@ -10,15 +10,15 @@ import pytest
 
 from benchmarks.machine_code.mosaic_step import KERNELS
 from benchmarks.machine_code.target import BY_NAME
-from pallas_kernels.mosaic import route
 from tests.exhaustive import some
+from tests.pallas_kernels.lowering import needs_mosaic
 
 ROOT = pathlib.Path(__file__).parents[2]
 NAMES = [kernel.name for kernel in KERNELS]
 USUAL = [("append, innerq:bits=2", "h200"), ("append, polarquant", "h200"), ("merge", "a100")]
 
 
-@pytest.mark.skipif(bool(route.missing()), reason=route.missing() or "")
+@needs_mosaic
 @pytest.mark.parametrize(("name", "target"), some(itertools.product(NAMES, BY_NAME), USUAL))
 def test_a_kernel_keeps_its_limits(name: str, target: str):
     """The command says which limits are broken. A process compiles for one GPU."""

@@ -47,8 +47,8 @@ from tests.pallas_kernels.kernel_cases import (
     rows,
     turned,
 )
+from tests.pallas_kernels.lowering import needs_mosaic
 
-needs_mosaic = pytest.mark.skipif(bool(route.missing()), reason=route.missing() or "")
 INTERPRETED = Launch(interpret=True, route="mosaic")
 # The capacity is no multiple of the tile, so the last tile moves back, and some warps of it have no
 # live token.

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.mosaic import route
 from pallas_kernels.tiles.layout import SPAN, plane_layout
 from tests.pallas_kernels.emulator import computed
+from tests.pallas_kernels.lowering import needs_mosaic
 from tests.pallas_kernels.registers import WARPS, numbers, registers
 
 
@@ -19,7 +19,7 @@ def executed(assembly: str, *operands: np.ndarray) -> np.ndarray:
     return computed(assembly, 1, result, *(np.broadcast_to(o, size).copy() for o in operands))
 
 
-@pytest.mark.skipif(bool(route.missing()), reason=route.missing() or "")
+@needs_mosaic
 @pytest.mark.parametrize("tokens", [1, 2], ids=["keys", "values"])
 @pytest.mark.parametrize("channels", [64, 128, 256])
 @pytest.mark.parametrize("bits", [2, 3, 4])
@@ -47,7 +47,7 @@ def test_registers_have_the_entries_of_arrays(
     assert (np.asarray(wanted[0][1]) != np.asarray(wanted[-1][1])).mean() > 0.5, "chunks are alike"
 
 
-@pytest.mark.skipif(bool(route.missing()), reason=route.missing() or "")
+@needs_mosaic
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_a_kernel_packs_a_table_as_arrays_do(bits: int, monkeypatch: pytest.MonkeyPatch):
     from pallas_kernels.mosaic import table_lookup

@@ -28,9 +28,10 @@ from tests.pallas_kernels.harness import (
     outputs,
 )
 from tests.pallas_kernels.kernel_cases import codebook
+from tests.pallas_kernels.lowering import needs_mosaic
 from tests.pallas_kernels.test_mosaic import INTERPRETED, LENGTHS, ON_A_GPU, TUNING
 
-pytestmark = pytest.mark.skipif(bool(route.missing()), reason=route.missing() or "")
+pytestmark = needs_mosaic
 
 
 def sparse(bits: int, head_dim: int, group: int = 4, slots: tuple[int, int] = (4, 4)) -> KernelCase:

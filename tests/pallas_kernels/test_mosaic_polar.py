@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.mosaic import route
 from pallas_kernels.readers.polar import PolarReader
 from pallas_kernels.tiles.layout import SPAN, plane_layout
 from tests.pallas_kernels.emulator import INSTRUCTIONS, after
+from tests.pallas_kernels.lowering import needs_mosaic
 from tests.pallas_kernels.registers import SIDE, WARPS, numbers, registers
 
 OF_MIDDLES = ("sub.rn.f32", "cvt.f32.f16", "cvt.rn.f16x2.f32")  # and of no other kernel
-pytestmark = pytest.mark.skipif(bool(route.missing()), reason=route.missing() or "")
+pytestmark = needs_mosaic
 
 
 def executed(assembly: str, operands: Sequence[np.ndarray], results: int) -> list[np.ndarray]:

@@ -8,7 +8,6 @@ import pytest
 
 from pallas_kernels import self_test
 from pallas_kernels.launch import Launch
-from pallas_kernels.mosaic import route
 from pallas_kernels.readers.base import Reader
 from pallas_kernels.readers.codebook import CodebookReader
 from pallas_kernels.readers.dense import DenseReader
@@ -17,6 +16,7 @@ from pallas_kernels.readers.polar import PolarReader
 from pallas_kernels.readers.rotary import RotatedReader
 from pallas_kernels.readers.runs import RunsKeys, RunsValues
 from pallas_kernels.tiles.layout import SPAN, plane_layout
+from tests.pallas_kernels.lowering import needs_mosaic
 from tests.pallas_kernels.run_sides import run_layouts
 
 MOSAIC = Launch(interpret=True, route="mosaic")
@@ -26,7 +26,7 @@ TABLES = CodebookReader(plane_layout(4, 64, SPAN), "tokens", 64)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.skipif(bool(route.missing()), reason=route.missing() or "")
+@needs_mosaic
 @pytest.mark.parametrize("keys", [TABLES, RotatedReader(TABLES)], ids=["", "before_rope"])
 def test_tables_are_appended_as_by_the_other_route(keys: Reader):
     format = self_test.Format(keys, TABLES, 2, "mosaic")
@@ -53,7 +53,7 @@ def runs_of_channels() -> self_test.Format:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.skipif(bool(route.missing()), reason=route.missing() or "")
+@needs_mosaic
 @pytest.mark.parametrize("format_of", [polar_keys, runs_of_channels])
 def test_a_format_and_the_windows_beside_it_are_tested(format_of: Callable[[], self_test.Format]):
     outputs, expected = (
@@ -67,7 +67,7 @@ def test_a_format_and_the_windows_beside_it_are_tested(format_of: Callable[[], s
 
 
 @pytest.mark.exhaustive
-@pytest.mark.skipif(bool(route.missing()), reason=route.missing() or "")
+@needs_mosaic
 def test_what_mosaic_alone_reads_is_compared_with_its_own_array_operations(
     monkeypatch: pytest.MonkeyPatch,
 ):

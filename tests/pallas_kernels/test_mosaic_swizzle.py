@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from pallas_kernels.launch import Launch
-from pallas_kernels.mosaic import route
 from tests.pallas_kernels.harness import KernelCase, Lengths, lowered_attention
 from tests.pallas_kernels.kernel_cases import CASES, innerq, kivi, rows, turned
+from tests.pallas_kernels.lowering import needs_mosaic
 
-pytestmark = pytest.mark.skipif(bool(route.missing()), reason=route.missing() or "")
+pytestmark = needs_mosaic
 
 WARPS, LANES, SIDE = 4, 32, 8
 PART, BANKS = 16, 32  # bytes that a lane addresses; words of four bytes

@@ -17,12 +17,12 @@ from kvq_jax.cache.update import decode_layer, prefill_layer
 from kvq_jax.layer.plan import LayerState, by_side
 from kvq_jax.methods.registry import METHODS
 from pallas_kernels.launch import Launch
-from pallas_kernels.mosaic import route
 from tests.compile_options import QUICK_COMPILE
 from tests.exhaustive import some
 from tests.kvq_jax.layer_runs import parameters_of, row_errors, sequences
+from tests.pallas_kernels.lowering import needs_mosaic
 
-pytestmark = pytest.mark.skipif(bool(route.missing()), reason=route.missing() or "")
+pytestmark = needs_mosaic
 
 CAPACITY = 416  # so that a body holds a tile of 256 tokens
 HEADS = 4  # two for each KV head: scales may be one head's, or all heads'

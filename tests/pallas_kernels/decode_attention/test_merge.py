@@ -11,14 +11,12 @@ from pallas_kernels.decode_attention.merge import finished, merged
 from pallas_kernels.decode_attention.partial_attention import Splits
 from pallas_kernels.decode_attention.schedule import Pieces, Schedule
 from pallas_kernels.launch import Launch
-from pallas_kernels.mosaic import route
 from tests.exhaustive import some
 from tests.float64 import row_errors
 from tests.pallas_kernels.harness import INTERPRETED, launches
-from tests.pallas_kernels.lowering import lower_for_cuda
+from tests.pallas_kernels.lowering import lower_for_cuda, needs_mosaic
 
 MOSAIC = Launch(interpret=True, route="mosaic")
-needs_mosaic = pytest.mark.skipif(bool(route.missing()), reason=route.missing() or "")
 BATCH, HEADS, CHANNELS, CAPACITY = 3, 2, 64, 100
 POSITIONS = np.array([0, CAPACITY - 1, CAPACITY], np.int32)
 # (splits of each part, query heads for each KV head)

@@ -13,12 +13,11 @@ from tests.pallas_kernels.decode_attention.test_merge import (
     POSITIONS,
     check_pieces,
     merge,
-    needs_mosaic,
     random_parts,
     random_pieces,
 )
 from tests.pallas_kernels.harness import and_on_a_gpu
-from tests.pallas_kernels.lowering import lower_for_cuda
+from tests.pallas_kernels.lowering import lower_for_cuda, needs_mosaic
 
 pytestmark = needs_mosaic
 ROWS = np.array([33, 0, 640], np.int32)  # one has more pieces than a step of the loop takes

@@ -25,7 +25,7 @@ from tests.exhaustive import some
 from tests.kvq_jax.layer_runs import parameters_of
 from tests.kvq_jax.origins import GENERATED
 from tests.pallas_kernels.harness import INTERPRETED, each_lowering, on_a_gpu
-from tests.pallas_kernels.lowering import lower_for_cuda
+from tests.pallas_kernels.lowering import lower_for_cuda, needs_mosaic
 from tests.pallas_kernels.quantize.placement import misplaced_rows
 
 HEADS, BODY = 2, 3  # blocks
@@ -195,7 +195,7 @@ def test_a_block_is_that_of_its_codec_and_nothing_else_changes(case):
     check(case, INTERPRETED)
 
 
-@pytest.mark.skipif(bool(route.missing()), reason=route.missing() or "")
+@needs_mosaic
 @pytest.mark.parametrize("case", some(CASES, ON_MOSAIC), ids=lambda case: case.id)
 def test_blocks_on_mosaic_gpu_are_those_of_their_codec(case):
     codec, params, _ = case.layer
@@ -208,7 +208,7 @@ def test_blocks_on_mosaic_gpu_are_those_of_their_codec(case):
     check(case, Launch(interpret=True, route="mosaic"))
 
 
-@pytest.mark.skipif(bool(route.missing()), reason=route.missing() or "")
+@needs_mosaic
 @pytest.mark.gpu
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
@@ -256,7 +256,7 @@ def test_every_case_lowers_for_cuda(case, arithmetic):
     assert "append_token" in lowered(case, Launch(arithmetic)), "the kernel has lost its name"
 
 
-@pytest.mark.skipif(bool(route.missing()), reason=route.missing() or "")
+@needs_mosaic
 @pytest.mark.parametrize("case", some(CASES, [CASES[2]]), ids=lambda case: case.id)
 def test_blocks_on_mosaic_gpu_lower_for_cuda(case):
     codec, params, _ = case.layer

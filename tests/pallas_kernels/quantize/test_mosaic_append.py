@@ -19,6 +19,7 @@ from tests.pallas_kernels.decode_attention.test_windows import (
     check,
 )
 from tests.pallas_kernels.harness import and_on_a_gpu
+from tests.pallas_kernels.lowering import needs_mosaic
 from tests.pallas_kernels.quantize import test_append, test_quantize
 from tests.pallas_kernels.quantize.test_append import LEAVING, append, inputs_of
 from tests.pallas_kernels.quantize.test_quantize import (
@@ -30,7 +31,7 @@ from tests.pallas_kernels.quantize.test_quantize import (
     special_rows,
 )
 
-pytestmark = pytest.mark.skipif(bool(route.missing()), reason=route.missing() or "")
+pytestmark = needs_mosaic
 MOSAIC = Launch(interpret=True, route="mosaic")
 SERVED = tuple(case for case in CASES if not route.unquantized(reader_of(case.format)))
 # Channels with a divisor and tokens; one and two plane sets.
