@@ -24,11 +24,13 @@ if TYPE_CHECKING:
     from kvq_models.inference.speculation import generate_drafted
     from kvq_models.llama.checkpoint import load_llama, save_llama
     from kvq_models.llama.config import LlamaConfig
+    from kvq_models.llama.flat_llama import FlatLlama
     from kvq_models.llama.model import Llama, forward
     from kvq_models.llama.sharding import shard_llama
 
 _MODULES = {
     "Calibration": "calibration.file",
+    "FlatLlama": "llama.flat_llama",
     "Generated": "inference.generation",
     "Llama": "llama.model",
     "LlamaConfig": "llama.config",
@@ -54,6 +56,7 @@ _MODULES = {
 __all__ = [
     "EMBEDDED",
     "Calibration",
+    "FlatLlama",
     "Generated",
     "Llama",
     "LlamaConfig",

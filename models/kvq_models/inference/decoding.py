@@ -34,6 +34,7 @@ from kvq_models.inference.layers import run_layers
 from kvq_models.inference.method_parameters import parameters_for
 from kvq_models.inference.padding import cropped
 from kvq_models.inference.prompts import read_prompt
+from kvq_models.llama.flat_llama import FlatLlama
 from kvq_models.llama.model import Llama
 
 SCORE_CHUNK = 32  # tokens that `score` decodes in one step
@@ -77,7 +78,7 @@ def prefill(
 
 
 def decode_step(
-    llama: Llama,
+    llama: Llama | FlatLlama,
     cache: Cache,
     token: Int[Array, "B"] | Int[Array, "B T"],
     active: Bool[Array, "B"] | None = None,
@@ -87,7 +88,8 @@ def decode_step(
     """Add generated tokens to a cache and return (logits, cache).
 
     Args:
-        llama: the model, prepared for the cache's spec.
+        llama: the model, prepared for the cache's spec. In a loop give your jitted step a
+            `FlatLlama`, which it need not take apart for every token.
         cache: for B rows.
         token: [B] or [B, T] integers. T tokens give the results of T single steps.
         active: [B] bool, default all True. Other rows are not written, do not count, and get nan.
@@ -99,6 +101,8 @@ def decode_step(
     Raises ValueError, with the reason, if a named implementation cannot run, and for a cache of
     another model.
     """
+    if isinstance(llama, FlatLlama):
+        llama = llama.llama()
     check_dims(llama, cache)
     parameters = parameters_for(llama, cache.spec)
     token = jnp.asarray(int32("token", token))

@@ -28,7 +28,11 @@ class _Structure:
 
 @jax.tree_util.register_pytree_node_class
 class FlatLlama:
-    """The arrays of a model, collected once: it does not see what its modules hold later."""
+    """The arrays of a `Llama`, collected once, for `decode_step` in a `jax.jit` of yours.
+
+    Args:
+        llama: the model, prepared for its cache. What its modules hold later is not seen.
+    """
 
     def __init__(self, llama: Llama):
         self._arrays, tree = jax.tree.flatten(llama)

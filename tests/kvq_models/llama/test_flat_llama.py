@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from kvq_jax.cache.cache import init_cache
+from kvq_models import decode_step
 from kvq_models.llama.flat_llama import FlatLlama
 from tests.kvq_models.checkpoints import random_llama, tiny_config
 
@@ -42,3 +44,19 @@ def test_later_changes_of_the_module_are_not_seen():
     assert np.any(before)
     assert not np.any(llama.embed[...])
     np.testing.assert_array_equal(flat.llama().embed[...], before)
+
+
+def test_a_step_takes_it_in_place_of_the_module_and_takes_nothing_apart():
+    llama = random_llama(tiny_config())
+    step = jax.jit(decode_step)
+
+    def logits(model: nnx.Module | FlatLlama) -> jax.Array:
+        cache = init_cache("kivi:bits=4,group_size=16", llama.config, batch=1, capacity=64)
+        return step(model, cache, jnp.array([3]))[0]
+
+    flat = FlatLlama(llama)
+    np.testing.assert_array_equal(logits(flat), logits(llama))
+    other = random_llama(tiny_config(), seed=1)
+    assert not np.array_equal(logits(FlatLlama(other)), logits(llama))
+    tree = jax.tree.structure(flat)
+    assert tree.num_nodes == tree.num_leaves + 1
