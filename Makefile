@@ -20,7 +20,7 @@ BONSAI ?= jax-bonsai @ git+https://github.com/jax-ml/bonsai@36284254cf738d99c1c5
 # what an installation is made of: pyproject.toml, and the C++ that it compiles
 BUILD = pyproject.toml setup.py $(wildcard cpu_kernels/csrc/*)
 
-.PHONY: demo test lab hosts aot lint audit bench docs wheel clean
+.PHONY: demo test lab hosts lowest aot lint audit bench docs wheel clean
 
 demo: $(VENV)/.kvq
 	$(VENV)/bin/kvq demo
@@ -36,6 +36,13 @@ lab: $(VENV)/.kvq-test
 hosts:
 	$(MAKE) --no-print-directory VENV=$(VENV)-hosts $(VENV)-hosts/.kvq-hosts
 	$(VENV)-hosts/bin/python -m pytest tests/kvq_hosts $(ARGS)
+
+# the oldest versions that pyproject.toml allows, in an environment of their own; their warnings are
+# not ours
+lowest:
+	$(MAKE) --no-print-directory VENV=$(VENV)-lowest $(VENV)-lowest/.kvq-lowest
+	$(VENV)-lowest/bin/python -m pytest -n 2 --dist worksteal -o addopts=--import-mode=importlib \
+		-m "not aot and not gpu" -W default tests/kvq_models tests/kvq_hosts tests/kvq_tools $(ARGS)
 
 # the GPU kernels, compiled for GPUs that are not there
 aot: $(VENV)/.kvq-aot
@@ -73,7 +80,7 @@ wheel:
 	done
 
 clean:
-	rm -rf $(VENV) $(VENV)-hosts build dist site *.egg-info
+	rm -rf $(VENV) $(VENV)-hosts $(VENV)-lowest build dist site *.egg-info
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -95,6 +102,13 @@ $(VENV)/.kvq-hosts: $(VENV)/bin/python $(BUILD)
 	$(PIP) -r $@.txt
 	@$(PIP) --no-deps "$(BONSAI)" 2>/dev/null || \
 		echo "bonsai could not be installed from $(BONSAI): its tests are skipped"
+	-@ls cpu_kernels/native.*.so >/dev/null 2>&1 || $(RUN) setup.py --quiet build_ext --inplace
+	@touch $@
+
+$(VENV)/.kvq-lowest: $(VENV)/bin/python $(BUILD)
+	@$(RUN) -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; extras = p["optional-dependencies"]; used = sum((extras[name] for name in ("models", "tools", "serve", "report", "sentencepiece")), p["dependencies"]); print(*(line.replace(">=", "==") for line in used if "kvq-jax" not in line), *extras["test"][1:], sep="\n")' >$@.txt
+	@echo "installing the oldest versions into $(VENV) (a few minutes) ..."
+	$(PIP) -r $@.txt
 	-@ls cpu_kernels/native.*.so >/dev/null 2>&1 || $(RUN) setup.py --quiet build_ext --inplace
 	@touch $@
 
