@@ -42,7 +42,7 @@ class AnswerPiece:
 
 
 class Answer:
-    """The text of one choice. `send` gets each piece, in the thread that calls `take`.
+    """The text of one choice. `send` takes each of its pieces to the client.
 
     With `echo`, the first piece is the prompt. stops: texts that end the answer. shown_ends: tokens
     that end it and are reported in its last piece, although they have no text.
@@ -67,37 +67,28 @@ class Answer:
         self._decoded = self._sent = 0  # characters
         self._drawn, self._end = 0, tuple[Token, ...]()
 
-    def take(self, event: Event) -> bool:
-        """Send the text of an event. Return True if the answer is done. Further events have no
-        effect then."""
-        if self.finish:
-            return True
+    def take(self, event: Event) -> AnswerPiece | None:
+        """Return the piece that an event completes, if it does. Take no event after the end."""
         match event:
             case PromptRead():
-                self._prompt(event)
+                return self._prompt(event) if self.echo else None
             case Token():
-                self._token(event)
+                return self._token(event)
             case Ended(reason="not-finite"):
-                self.fail("the model computed numbers that are not finite (nan or inf)")
+                return self.fail("the model computed numbers that are not finite (nan or inf)")
             case Ended(reason="failed"):
-                self.fail("the program for this prompt cannot be compiled")
+                return self.fail("the program for this prompt cannot be compiled")
             case Ended(reason="damaged"):
-                self.fail("the memory of the answer was damaged while it was sent")
+                return self.fail("the memory of the answer was damaged while it was sent")
             case Ended(reason=reason):
-                self._finish(_FINISH[reason])
-        return self.finish is not None
+                return self._finish(_FINISH[reason])
 
-    def fail(self, message: str) -> None:
-        """End the answer with an error."""
-        if not self.finish:
-            self.finish = "failed"
-            self.send(
-                AnswerPiece(self.index, "", finish="failed", drawn=self._drawn, failure=message)
-            )
+    def fail(self, message: str) -> AnswerPiece:
+        """End the answer with an error, which its last piece tells."""
+        self.finish = "failed"
+        return AnswerPiece(self.index, "", finish="failed", drawn=self._drawn, failure=message)
 
-    def _prompt(self, event: PromptRead) -> None:
-        if not self.echo:
-            return
+    def _prompt(self, event: PromptRead) -> AnswerPiece:
         text, prompt = GrowingText(self._tokenizer, ()), self.request.prompt
         parts, tokens, at = [], [], 0
         for i, token in enumerate(prompt):
@@ -109,23 +100,22 @@ class Answer:
             at += len(parts[-1])
         whole = "".join(parts) + text.rest()
         self._decoded = self._sent = len(whole)
-        self.send(AnswerPiece(self.index, whole, tuple(tokens)))
+        return AnswerPiece(self.index, whole, tuple(tokens))
 
-    def _token(self, event: Token) -> None:
+    def _token(self, event: Token) -> AnswerPiece | None:
         self._drawn += 1
         if event.token in self.request.end_ids:
             self._end = (event,) if event.token in self._shown_ends else ()
-            return  # it only marks the end of the text
+            return None  # it only marks the end of the text
         self._waiting.append(TokenInText(event.token, event.logprob, event.likely, self._decoded))
         new = self._text.add(event.token)
         self._decoded += len(new)
         certain, stopped = self._stops.add(new)
         if stopped:
-            self._send(certain, "stop")
-        elif certain:
-            self._send(certain)
+            return self._piece(certain, "stop")
+        return self._piece(certain) if certain else None
 
-    def _finish(self, finish: Finish) -> None:
+    def _finish(self, finish: Finish) -> AnswerPiece:
         rest = self._text.rest()
         self._decoded += len(rest)
         self._waiting += [
@@ -133,12 +123,13 @@ class Answer:
         ]
         certain, stopped = self._stops.add(rest)
         if stopped:
-            self._send(certain, "stop")
-        else:
-            self._send(certain + self._stops.rest(), finish, whole=True)
+            return self._piece(certain, "stop")
+        return self._piece(certain + self._stops.rest(), finish, whole=True)
 
-    def _send(self, text: str, finish: Finish | None = None, *, whole: bool = False) -> None:
-        """Send the next text. whole: it is the last one, and no stop text cut it."""
+    def _piece(
+        self, text: str, finish: Finish | None = None, *, whole: bool = False
+    ) -> AnswerPiece:
+        """Return the next text. whole: it is the last one, and no stop text cut it."""
         self._sent += len(text)
         self.finish = finish
         # Tokens without text, such as the first half of a character, come with the text after them,
@@ -146,4 +137,4 @@ class Answer:
         end = self._sent + whole
         ready = tuple(itertools.takewhile(lambda token: token.offset < end, self._waiting))
         del self._waiting[: len(ready)]
-        self.send(AnswerPiece(self.index, text, ready, finish, self._drawn))
+        return AnswerPiece(self.index, text, ready, finish, self._drawn)

@@ -53,7 +53,7 @@ class _OfEngine:
             "kvq_requests_ended", "Requests that ended, by reason", labels=["reason"]
         )
         for reason in get_args(Reason):
-            ended.add_metric([reason], engine.counts.ended.get(reason, 0))
+            ended.add_metric([reason], self._worker.ended[reason])
         yield ended
 
 

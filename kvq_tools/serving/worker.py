@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from kvq_models.inference.engine.engine import Engine
@@ -13,11 +14,11 @@ from kvq_models.inference.engine.requests import (
     Ended,
     Event,
     QueueFullError,
+    Reason,
     Request,
-    Ticket,
     Token,
 )
-from kvq_tools.serving.answer import Answer
+from kvq_tools.serving.answer import Answer, Finish
 
 MOST_FAILURES = 3  # of the engine, one after the other
 
@@ -44,6 +45,7 @@ class Worker:
         compiling: True until requests can be served. They are accepted, and wait.
         failure: the reason why no requests are taken any more, or "".
         error: the error of `warm_up`, or None.
+        ended: the number of answers that ended, by reason. A stop text counts as an end token.
 
     Args:
         on_first_token: gets the seconds from acceptance to each answer's first token.
@@ -59,6 +61,7 @@ class Worker:
     ):
         self.engine, self.failure, self.compiling = engine, "", not warm
         self.error: Exception | None = None
+        self.ended: Counter[Reason] = Counter()
         self._on_first_token = on_first_token
         self._changed = threading.Condition()
         self._inbox: list[AcceptedAnswer] = []
@@ -158,7 +161,7 @@ class Worker:
                 left, self._inbox = [*left, *self._inbox], []
             self._unended = len(self._inbox)
         for job in left:
-            job.answer.fail(reason)
+            job.answer.send(job.answer.fail(reason))
 
     def _take_mail(self) -> bool:
         """Wait until there is something to do, and submit new requests to the engine. Return False
@@ -182,22 +185,22 @@ class Worker:
         for event in events:
             job = self._jobs.get(event.ticket)
             if job is None:
-                continue  # its last event, after it was cancelled
+                continue  # drawn after a stop text, or the end of that request
             if isinstance(event, Token) and job.first_token is None:
                 job.first_token = time.monotonic() - job.accepted
                 self._on_first_token(job.first_token)
-            if job.answer.take(event):
-                if job.answer.finish == "stop":
-                    self._count_stop(event.ticket, events)
-                with self._changed:
-                    del self._jobs[event.ticket]
-                    self._unended -= 1
+            piece = job.answer.take(event)
+            if job.answer.finish:
+                self._end(event, job.answer.finish)
+            if piece is not None:
+                job.answer.send(piece)
         return bool(events)
 
-    def _count_stop(self, ticket: Ticket, events: Sequence[Event]) -> None:
-        """Let the engine, which knows no stop texts, count a request as ended by one, even if its
-        last token completed the text."""
-        self.engine.cancel(ticket, "ended")
-        if Ended(ticket, "length") in events:
-            ended = self.engine.counts.ended
-            ended["length"], ended["ended"] = ended["length"] - 1, ended.get("ended", 0) + 1
+    def _end(self, event: Event, finish: Finish) -> None:
+        """Count an answer that this event ended, and make room, before the client knows of it."""
+        self.engine.cancel(event.ticket)  # it knows no stop texts
+        reason = event.reason if isinstance(event, Ended) and finish != "stop" else "ended"
+        self.ended[reason] += 1
+        with self._changed:
+            del self._jobs[event.ticket]
+            self._unended -= 1

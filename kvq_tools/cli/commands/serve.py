@@ -9,14 +9,15 @@ import logging
 import os
 import re
 import socket
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from kvq_models.inference.engine.accepted import Counts
 from kvq_models.inference.engine.engine import Engine
 from kvq_models.inference.engine.prefix_folder import PrefixFolder
 from kvq_models.inference.engine.prefixes import PrefixStore
+from kvq_models.inference.engine.requests import Reason
 from kvq_tools.cli import engines, inputs, interruption, mesh, sampling_options, text_input
 from kvq_tools.cli.console import UserError, format_bytes, input_errors, print_json
 from kvq_tools.cli.tables import print_line
@@ -121,16 +122,16 @@ def _answer(
         if engine.prefixes is not None and engine.prefixes.folder is not None:
             engine.prefixes.folder.close()
     if not options.json:
-        print_line(footer(engine.counts))
+        print_line(footer(engine.counts.new_tokens, worker.ended))
     if engine.compiling or worker.compiling:
         interruption.leave(0)  # tearing an interpreter down while a compiler runs crashes
 
 
-def footer(counts: Counts) -> str:
+def footer(tokens: int, ended: Mapping[Reason, int]) -> str:
     """Return the last line: whole answers, and how many requests ended otherwise."""
-    answers = sum(counts.ended.get(reason, 0) for reason in WHOLE)
-    others = [f", {n} {reason}" for reason, n in counts.ended.items() if reason not in WHOLE and n]
-    return f"[{counts.new_tokens} tokens in {answers} answers{''.join(others)}; stopped]"
+    answers = sum(ended.get(reason, 0) for reason in WHOLE)
+    others = [f", {n} {reason}" for reason, n in ended.items() if reason not in WHOLE and n]
+    return f"[{tokens} tokens in {answers} answers{''.join(others)}; stopped]"
 
 
 def _checked_keys(options: argparse.Namespace) -> list[str]:

@@ -12,15 +12,15 @@ import sys
 
 import pytest
 
-from kvq_models.inference.engine.accepted import Counts
+from kvq_models.inference.engine.requests import Reason
 from kvq_tools.cli.commands import serve
 from kvq_tools.serving.sockets import bound_socket, let_restart
 from tests.kvq_tools.cli.test_cli_errors import assert_one_line_error
 
 
 def test_the_last_line_counts_whole_answers_and_names_the_others():
-    ended = {"length": 2, "cancelled": 3, "ended": 1, "failed": 0}
-    line = serve.footer(Counts(new_tokens=70, ended=ended))
+    ended: dict[Reason, int] = {"length": 2, "cancelled": 3, "ended": 1, "failed": 0}
+    line = serve.footer(70, ended)
     assert line == "[70 tokens in 3 answers, 3 cancelled; stopped]"
 
 

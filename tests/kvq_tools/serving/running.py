@@ -79,7 +79,7 @@ class Running:
     def until_idle(self) -> None:
         """Wait until every slot is vacant."""
         worker, end = self.service.worker, time.monotonic() + 20
-        while worker.waiting or worker.engine.busy:
+        while worker._unended or worker.engine.busy:
             assert time.monotonic() < end, f"{worker.engine.busy} slots are still taken"
             time.sleep(0.01)
 

@@ -1,9 +1,15 @@
 """Fields and paths beside the plain ones: special tokens as stops, penalties and biases, messages
 with names and without content."""
 
+import queue
+from collections import Counter
+from typing import get_args
+
 import pytest
 
+from kvq_models.inference.engine.requests import Reason, Request
 from kvq_models.inference.sampling import Sampling
+from kvq_tools.serving.answer import Answer, AnswerPiece
 from kvq_tools.serving.fields import CompletionFields, Message
 from tests.kvq_tools.serving.running import CHAT, NAME, PROMPT, Running
 
@@ -28,15 +34,40 @@ def test_a_special_token_is_a_stop(server: Running, monkeypatch: pytest.MonkeyPa
 
 def test_an_answer_that_a_stop_text_ends_counts_as_ended(server: Running):
     server.until_idle()
-    counts = server.service.worker.engine.counts
-    before, text = counts.ended.copy(), choice(server, max_tokens=40)["text"]
+    ended = server.service.worker.ended
+    before, text = ended.copy(), choice(server, max_tokens=40)["text"]
     stopped = choice(server, max_tokens=200, stop=text[17:24])
     at_its_limit = choice(server, max_tokens=stopped["drawn"], stop=text[17:24])
     assert stopped["finish_reason"] == at_its_limit["finish_reason"] == "stop"
     server.until_idle()
-    assert counts.ended == before | {
-        reason: before.get(reason, 0) + more for reason, more in (("length", 1), ("ended", 2))
-    }
+    assert ended == before + Counter(length=1, ended=2)
+
+
+def test_an_answer_is_counted_and_makes_room_before_its_client_hears_of_its_end(server: Running):
+    server.until_idle()
+    worker, registry = server.service.worker, server.service.metrics.registry
+    stop = choice(server, max_tokens=40)["text"][17:24]
+    limit = choice(server, max_tokens=40, stop=stop)["drawn"]  # its last token completes the stop
+    told: queue.Queue[tuple[dict, int]] = queue.Queue()
+
+    def ended() -> dict[str, float | None]:
+        return {
+            reason: registry.get_sample_value("kvq_requests_ended_total", {"reason": reason})
+            for reason in get_args(Reason)
+        }
+
+    def send(piece: AnswerPiece) -> None:
+        if piece.finish:
+            told.put((ended(), worker._unended))
+
+    before = ended()
+    request = Request(tuple(server.tokenizer(PROMPT)["input_ids"]), limit)
+    worker.submit([Answer(0, request, server.tokenizer, [stop], False, send)])
+    counted, unended = told.get(timeout=20)
+    assert counted == before | {"ended": before["ended"] + 1}
+    assert unended == 0
+    server.until_idle()
+    assert ended() == counted
 
 
 def test_biases_and_penalties_change_what_is_drawn(server: Running):

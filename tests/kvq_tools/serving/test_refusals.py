@@ -199,8 +199,8 @@ def test_unknown_paths(server: Running):
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_vanishes_frees_its_slot(server: Running, stream: bool):
-    counts = server.service.worker.engine.counts
-    before = counts.ended.get("cancelled", 0)
+    ended = server.service.worker.ended
+    before = ended["cancelled"]
     asked = {"model": NAME, "prompt": PROMPT, "temperature": 0, "max_tokens": 200}
     body = json.dumps(asked | {"stream": stream})
     connections = [server.connect(body) for _ in range(SLOTS + 2)]
@@ -215,7 +215,7 @@ def test_a_client_that_vanishes_frees_its_slot(server: Running, stream: bool):
             connection.sock.close()
         connection.close()
     server.until_idle()
-    assert counts.ended.get("cancelled", 0) > before, "all of them ran to their end"
+    assert ended["cancelled"] > before, "all of them ran to their end"
 
 
 def test_a_full_queue_refuses_at_once_and_loses_nothing(server: Running, client: openai.OpenAI):

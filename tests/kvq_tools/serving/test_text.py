@@ -13,7 +13,7 @@ from kvq_models.inference.engine.requests import Ended, Reason, Request, Token
 from kvq_models.llama.checkpoint import open_checkpoint
 from kvq_tools.cli.continuation import Continuation
 from kvq_tools.growing_text import CONTEXT, GrowingText
-from kvq_tools.serving.answer import Answer, AnswerPiece
+from kvq_tools.serving.answer import Answer
 from kvq_tools.serving.text import Stops, token_bytes, token_text
 
 TOKENIZER = open_checkpoint(EMBEDDED, "tokenizer").tokenizer()
@@ -113,22 +113,23 @@ def test_tokens_without_text_cost_no_more_than_others(token: int):
 
 @pytest.mark.parametrize("reason", ["ended", "length"])
 def test_a_last_token_without_text_comes_with_the_end(reason: Reason):
-    sent: list[AnswerPiece] = []
-    answer = Answer(0, Request((5,), 9), TOKENIZER, (), False, sent.append)
-    for event in (Token(0, SPECIAL, -1.0), Ended(0, reason)):
-        answer.take(event)
-    assert [token.token for token in sent[-1].tokens] == [SPECIAL]
+    answer = Answer(0, Request((5,), 9), TOKENIZER, (), False, lambda piece: None)
+    assert answer.take(Token(0, SPECIAL, -1.0)) is None
+    piece = answer.take(Ended(0, reason))
+    assert piece is not None
+    assert [token.token for token in piece.tokens] == [SPECIAL]
 
 
 def test_tokens_that_wait_for_their_text_are_sent_in_linear_time():
-    sent: list[AnswerPiece] = []
-    answer = Answer(0, Request((5,), 9000), TOKENIZER, (), False, sent.append)
+    answer = Answer(0, Request((5,), 9000), TOKENIZER, (), False, lambda piece: None)
     started = time.process_time()
     for _ in range(8000):
-        answer.take(Token(0, SPECIAL, -1.0))
-    answer.take(Token(0, TOKENIZER(" word", add_special_tokens=False)["input_ids"][0], -1.0))
+        assert answer.take(Token(0, SPECIAL, -1.0)) is None
+    word = TOKENIZER(" word", add_special_tokens=False)["input_ids"][0]
+    piece = answer.take(Token(0, word, -1.0))
     assert time.process_time() - started < 3
-    assert sum(len(piece.tokens) for piece in sent) == 8001
+    assert piece is not None
+    assert len(piece.tokens) == 8001
 
 
 @pytest.mark.parametrize("grow", [lambda n: "q" * n, lambda n: "q" * (n - 1) + "x"])

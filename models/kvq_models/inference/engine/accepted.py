@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 
-from kvq_models.inference.engine.requests import Likely, PromptRead, Reason, Request, Ticket, Token
+from kvq_models.inference.engine.requests import Likely, PromptRead, Request, Ticket, Token
 from kvq_models.inference.row_sampling import Drawn
 from kvq_models.inference.sampling import Sampling
 
@@ -27,7 +27,6 @@ class Accepted:
     last: int = 0  # the newest of them
     penalty: float = 0.0  # to subtract from the logit of the newest token from now on
     cancelled: bool = False
-    cancelled_as: Reason = "cancelled"  # the reason of its last event
     tokens: list[int] = dataclasses.field(default_factory=list)  # drawn
     drawn_logprobs: list[float] = dataclasses.field(default_factory=list)  # of them
     attempts: int = 1
@@ -116,4 +115,3 @@ class Counts:
     prefix_hits: int = 0  # of these, prompts with at least the first chunk in it
     prefix_tokens: int = 0  # tokens that came from the store instead of being read
     damaged: int = 0  # sequences whose memory was damaged, and which began again
-    ended: dict[Reason, int] = dataclasses.field(default_factory=dict)

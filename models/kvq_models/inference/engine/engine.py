@@ -217,12 +217,11 @@ class Engine:
         self._queue.append(Accepted(ticket, request))
         return ticket
 
-    def cancel(self, ticket: Ticket, reason: Reason = "cancelled") -> None:
-        """Cancel a request, wherever it is. Its last event comes with the next `advance`, with this
-        reason. No effect on a request that has ended."""
+    def cancel(self, ticket: Ticket) -> None:
+        """Cancel a request, wherever it is. Its last event comes with the next `advance`. No effect
+        on a request that has ended."""
         for accepted in self._accepted():
-            if accepted.ticket == ticket:
-                accepted.cancelled, accepted.cancelled_as = True, reason
+            accepted.cancelled |= accepted.ticket == ticket
 
     def _accepted(self) -> Iterator[Accepted]:
         yield from self._queue
@@ -244,17 +243,17 @@ class Engine:
     def _drop_cancelled(self, events: list[Event]) -> None:
         for accepted in [accepted for accepted in self._queue if accepted.cancelled]:
             self._queue.remove(accepted)
-            self._end(accepted, accepted.cancelled_as, events)
+            self._end(accepted, "cancelled", events)
         for slot, accepted in enumerate(self._slots):
             if accepted is not None and accepted.cancelled:
                 self._slots[slot] = None
-                self._end(accepted, accepted.cancelled_as, events)
+                self._end(accepted, "cancelled", events)
         if self._reading and self._reading[1].cancelled:
             slot, accepted = self._reading
             # Its half-read row goes into the slot, which stays vacant. An empty row comes back.
             self._fill(slot, self._no_logits, accepted)
             self._reading = None
-            self._end(accepted, accepted.cancelled_as, events)
+            self._end(accepted, "cancelled", events)
 
     def _renew_damaged(self, sweep: Sweep) -> None:
         """Let requests whose memory was damaged begin again, before the others in the queue."""
@@ -394,5 +393,4 @@ class Engine:
 
     def _end(self, accepted: Accepted, reason: Reason, events: list[Event]) -> bool:
         events.append(Ended(accepted.ticket, reason))
-        self.counts.ended[reason] = self.counts.ended.get(reason, 0) + 1
         return False

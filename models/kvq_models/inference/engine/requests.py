@@ -135,9 +135,9 @@ class Token:
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """A request has ended, and its slot is vacant: by an end token, at its limit, by `cancel`
-    (whose caller may say that a stop text ended it), or because the model computed nan or inf, its
-    program cannot be compiled, or its cache was damaged after tokens were sent."""
+    """A request has ended, and its slot is vacant: by an end token, at its limit, by `cancel`, or
+    because the model computed nan or inf, its program cannot be compiled, or its cache was damaged
+    after tokens were sent."""
 
     ticket: Ticket
     reason: Reason

@@ -42,13 +42,15 @@ def test_requests_that_leave_owners_that_alternate_and_pieces_that_go_change_no_
     expected = right_answers(llama, requests)
     engine = engine_of(llama, prefixes=room_for(llama, 3, anchors[0]), queue_limit=50)
     arriving = {i: i for i in range(len(requests))}
+    cut = 0
     for _ in range(3):
         leaving = {i: i + rng.randint(1, 12) for i in range(2, len(requests) - 1, 4)}
         answered = answers(engine, requests, leaving, arriving)
+        cut += sum(len(answered[i]) < requests[i].max_new_tokens for i in leaving)
         for i, right in enumerate(expected):
             assert answered[i] == right[: len(answered[i])], f"request {i}"
             assert i in leaving or len(answered[i]) == len(right)
-    assert engine.counts.ended["cancelled"] > 5, "nobody left before its answer was whole"
+    assert cut > 5, "nobody left before its answer was whole"
     assert engine.counts.prefix_hits, "no prefix was shared within an owner"
     assert_told_apart(answered, expected)
 
