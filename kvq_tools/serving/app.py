@@ -50,7 +50,8 @@ def create_app(
         hosts: names by which clients may call the server; see `guard.known_hosts`.
         origins: other web sites whose pages may use the server.
     """
-    app = FastAPI(title="kvq", openapi_url=None)  # clients know OpenAI's own description
+    # Clients know OpenAI's own description. A redirect from behind a proxy would name http.
+    app = FastAPI(title="kvq", openapi_url=None, redirect_slashes=False)
     guarded = APIRouter(dependencies=[Depends(_authorization(api_keys))])
     _add_models(guarded, service)
     _add_answers(guarded, service)
@@ -103,6 +104,8 @@ def _add_models(routes: APIRouter, service: Service) -> None:
 
     @routes.api_route("/v1/models/{name:path}", methods=READ)
     async def one_model(name: str) -> JSONResponse:
+        if not name:
+            raise HTTPException(404)
         if name != service.name:
             raise errors.no_such_model(name)
         return JSONResponse(model())

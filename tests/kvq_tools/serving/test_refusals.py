@@ -189,10 +189,15 @@ def test_an_engine_that_fails_is_told_to_who_waits_and_to_who_comes(
     assert server.raw("GET", "/health")[0] == 200
 
 
-def test_unknown_paths(server: Running):
-    status, _, body = server.raw("GET", "/v1/embeddings")
-    told = "Invalid URL (GET /v1/embeddings)"
-    assert (status, json.loads(body)["error"]["message"]) == (404, told)
+@pytest.mark.parametrize(
+    "path", ["/v1/embeddings", "/v1/models/", "/v1/completions/", "/metrics/", "/health/"]
+)
+def test_unknown_paths(server: Running, path: str):
+    status, _, body = server.raw("GET", path)
+    assert (status, json.loads(body)["error"]["message"]) == (404, f"Invalid URL (GET {path})")
+
+
+def test_methods_that_a_path_does_not_have(server: Running):
     status, headers, _ = server.raw("GET", "/v1/completions")
     assert (status, headers["allow"]) == (405, "POST")
 
