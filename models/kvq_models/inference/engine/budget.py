@@ -71,7 +71,8 @@ def plan(
             )
             raise ValueError(
                 f"{asked[0]} slots of {asked[1]} tokens, and a row to read prompts in, take"
-                f" {total(*asked)} bytes with {str(spec)!r}, and the memory is {memory}: {fitting}"
+                f" {total(*asked)} bytes with {str(spec)!r}, and the memory has {memory} bytes:"
+                f" {fitting}"
             )
     return Budget(*chosen, nbytes=total(*chosen))
 

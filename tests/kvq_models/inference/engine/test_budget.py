@@ -53,7 +53,8 @@ def test_what_does_not_fit_is_refused():
     size = plan("kivi:bits=2", CONFIG, slots=4, capacity=512).nbytes
     with pytest.raises(
         ValueError,
-        match=r"\A4 slots of 512 tokens, [^\n]* take \d+ bytes [^\n]*: up to 448 tokens fit\Z",
+        match=rf"\A4 slots of 512 tokens, [^\n]* take {size} bytes with 'kivi:bits=2', and the"
+        rf" memory has {size - 1} bytes: up to 448 tokens fit\Z",
     ):
         plan("kivi:bits=2", CONFIG, slots=4, capacity=512, memory=size - 1)
     with pytest.raises(ValueError, match="give more, or a smaller cache"):
