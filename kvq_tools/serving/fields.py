@@ -50,13 +50,13 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {  # refused fields, and their values that
     "verbosity": (None, "medium"),
     "web_search_options": (None,),
 }
-TOOLS = ("function_call", "functions", "parallel_tool_calls", "tool_choice", "tools")
 # the same of a message; clients that send an answer back send some of these fields
 NEUTRAL_IN_MESSAGES: dict[str, tuple[Any, ...]] = {
     "annotations": (None, []),
     "audio": (None,),
     "function_call": (None,),
     "refusal": (None,),
+    "tool_call_id": (None,),
     "tool_calls": (None, []),
 }
 
@@ -75,7 +75,7 @@ class StreamOptions(_Fields):
 class Common(_Fields):
     """Fields of both requests. `top_k` and `min_p` are not OpenAI's. `user` is only a label."""
 
-    model: str
+    model: Annotated[str, Field(min_length=1)]
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
@@ -269,8 +269,8 @@ def _served(
             value == none and isinstance(value, bool) == isinstance(none, bool)
             for none in neutral[name]
         ):
-            if name in TOOLS:
-                raise errors.no_tools(name)
+            if "tool" in name or "function" in name:
+                raise errors.no_tools(f"{where}{name}")
             raise errors.unsupported(f"{where}{name}", value)
     return {name: value for name, value in body.items() if name in kind.model_fields}
 
@@ -298,4 +298,6 @@ def _first(failure: pydantic.ValidationError) -> errors.ApiError:
     if error["type"] == "extra_forbidden":
         return errors.unrecognized(name)
     code = "invalid_type" if error["type"].endswith("_type") else "invalid_value"
-    return errors.invalid(name, error["msg"], code)
+    # pydantic's message names a class of ours
+    message = "Input should be an object" if error["type"] == "model_type" else error["msg"]
+    return errors.invalid(name, message, code)

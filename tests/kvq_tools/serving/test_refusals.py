@@ -52,6 +52,8 @@ ASKING = {  # a value of each refused field that asks for something
     "verbosity": "low",
     "web_search_options": {},
 }
+TOOL = {"role": "tool", "tool_call_id": "1", "content": "x"}
+CALL = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}
 
 
 @pytest.mark.parametrize("name", NEUTRAL)
@@ -77,6 +79,8 @@ def test_values_that_ask_for_nothing_are_accepted(server: Running):
     ("path", "fields", "param", "message"),
     [
         ("completions", {}, "prompt", "Missing required parameter: 'prompt'."),
+        ("completions", {"prompt": "x", "model": ""}, "model", "at least 1 character"),
+        ("completions", {"prompt": "x", "stream_options": 1}, "stream_options", "be an object"),
         ("completions", {"prompt": "x", "colour": 1}, "colour", "argument supplied: colour"),
         ("completions", {"prompt": "x", "temperature": 2.5}, "temperature", "less than or equal"),
         ("completions", {"prompt": ["x"] * 3, "n": QUEUE}, "n", "24 choices are asked for"),
@@ -89,8 +93,17 @@ def test_values_that_ask_for_nothing_are_accepted(server: Running):
         ("completions", {"prompt": [1, 1 << 63]}, None, f"token id {1 << 63} is outside"),
         ("completions", {"prompt": "\ud800"}, "prompt", "surrogate"),
         ("completions", {"prompt": "x", "max_tokens": CAPACITY}, None, f"length is {CAPACITY} tok"),
-        ("messages", [{"role": "tool", "content": "x"}], "messages[0].role", "'assistant'"),
         ("messages", [CHAT[0] | {"refusal": "me"}], "messages[0].refusal", "not support 'me'"),
+        (
+            "messages",
+            [CHAT[0] | {"tool_calls": [1]}],
+            "messages[0].tool_calls",
+            "not support tools",
+        ),
+        ("messages", [TOOL], "messages[0].tool_call_id", "not support tools"),
+        ("messages", [TOOL | {"tool_call_id": None}], "messages[0].role", "'assistant'"),
+        ("messages", [CALL], "messages[0].function_call", "not support tools"),
+        ("messages", [5], "messages[0]", "Input should be an object"),
         ("messages", [*CHAT, CHAT[0] | {"colour": 1}], "messages[2].colour", "Unrecognized req"),
         ("messages", [{"role": "user", "content": "x " * 4 * CAPACITY}], None, "maximum context"),
     ],
