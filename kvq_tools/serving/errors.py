@@ -143,6 +143,14 @@ def not_json(kind: str) -> ApiError:
     return ApiError(415, message, code="unsupported_media_type")
 
 
+def encoded(coding: str) -> ApiError:
+    message = (
+        f"The body has the content encoding {shortened(coding)!r}; send it as it is, without"
+        " content-encoding."
+    )
+    return ApiError(415, message, code="unsupported_media_type")
+
+
 def bug() -> ApiError:
     return ApiError(
         500, "The server had an error while processing your request.", kind="server_error"

@@ -30,7 +30,7 @@ def known_hosts(host: str, allowed: Collection[str] = ()) -> frozenset[str]:
 
 class Guard:
     """Let through requests whose Host is an address or one of `hosts`, whose Origin is this server
-    or one of `origins`, and whose body is JSON. "*" allows any."""
+    or one of `origins`, and whose body is plain JSON. "*" allows any."""
 
     def __init__(self, app: Any, hosts: Collection[str], origins: Collection[str] = ()):
         self._app, self._hosts, self._origins = app, hosts, origins
@@ -52,6 +52,9 @@ class Guard:
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if method == "POST" and kind != "application/json":
             return errors.not_json(kind)
+        coding = headers.get("content-encoding", "identity").strip().lower()
+        if method == "POST" and coding != "identity":
+            return errors.encoded(coding)
         return None
 
     def _knows(self, host: str) -> bool:

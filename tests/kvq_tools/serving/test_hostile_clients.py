@@ -4,6 +4,7 @@ is made of it, and what it does with its connection is bounded."""
 import asyncio
 import contextlib
 import json
+import logging
 import socket
 import threading
 import time
@@ -164,6 +165,21 @@ def test_connections_without_headers_are_closed(guarded: Running):
         assert time.monotonic() - started < 4
 
 
+def test_what_is_no_request_writes_no_log(guarded: Running, caplog: pytest.LogCaptureFixture):
+    log = logging.getLogger("uvicorn.error")
+    log.addHandler(caplog.handler)
+    upgrade = (
+        b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n"
+    )
+    try:
+        for sent in (b"\x16\x03\x01\r\n\r\n", upgrade):
+            with connect(guarded, sent) as connection:
+                assert connection.recv(1000).startswith(b"HTTP/1.1 4")
+    finally:
+        log.removeHandler(caplog.handler)
+    assert not caplog.records
+
+
 def test_many_connections_do_not_shut_others_out(guarded: Running):
     silent = [connect(guarded) for _ in range(30)]
     try:
@@ -279,6 +295,8 @@ def test_the_server_ends_while_a_client_does_not_read(server: Running):
         ({"content-type": "text/plain"}, 415, "unsupported_media_type"),
         ({"content-type": ""}, 415, "unsupported_media_type"),
         ({"content-type": "application/x-www-form-urlencoded"}, 415, "unsupported_media_type"),
+        ({"content-encoding": "gzip"}, 415, "unsupported_media_type"),
+        ({"content-encoding": "identity"}, 200, None),
         ({"host": "kvq.example.com"}, 200, None),
         ({"host": "192.168.0.7:8000"}, 200, None),
         ({"host": "[::1]:8000"}, 200, None),
