@@ -8,6 +8,7 @@ the columns that name the rows.
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
@@ -26,8 +27,9 @@ _PIECES = re.compile(r"[^\s,+]*[\s,+]?")  # a line can end after each piece
 
 def terminal_width() -> int | None:
     """Return the columns of the terminal on stdout, or None if stdout is not a terminal."""
-    console = Console(file=sys.stdout)
-    return console.width if console.is_terminal else None
+    if not Console(file=sys.stdout).is_terminal:
+        return None
+    return shutil.get_terminal_size().columns  # rich itself believes a COLUMNS of 0
 
 
 def print_line(text: str) -> None:

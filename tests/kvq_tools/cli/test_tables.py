@@ -1,5 +1,6 @@
 """Tables in terminals of 60, 80 and 120 columns: no line is too long, and no number is broken."""
 
+import io
 import re
 
 import pytest
@@ -50,6 +51,15 @@ def test_commands_fit_any_terminal(command, terminal, run, monkeypatch):
     assert code == 0
     assert seen, "no table has a number"
     assert_fits(out, terminal, seen)
+
+
+def test_a_terminal_that_says_it_has_no_columns_gets_the_usual_ones(monkeypatch):
+    """A width of 0 would break lines forever."""
+    monkeypatch.setenv("COLUMNS", "0")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("sys.stdout", io.StringIO())
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert tables.terminal_width() >= 40
 
 
 def test_numbers_are_aligned_right_and_what_a_row_lacks_is_blank(capsys):
