@@ -6,6 +6,7 @@ from __future__ import annotations
 import codecs
 import errno
 import json
+import os
 import re
 import shutil
 import sys
@@ -82,6 +83,23 @@ class CheckedOutput:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+class Messages(CheckedOutput):
+    """stderr for a command that does not fail with it. What cannot be written is lost, and all that
+    follows: the terminal was closed, or the log's disk is full."""
+
+    def _checked(self, function: Callable[..., Any], *arguments: str) -> Any:
+        try:
+            return function(*arguments)
+        except OSError:
+            discard(self._stream)
+
+
+def discard(stream: Any) -> None:
+    """Send a process's stream that cannot be written to os.devnull, or Python would complain of it
+    at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 @contextmanager

@@ -169,7 +169,8 @@ def _say_and_end() -> NoReturn:
     """End the process now. stdout is not flushed: the main thread may hold its lock in a write that
     waits for the reader of a pipe. An object that --json promised has room in an empty pipe."""
     shown = RESTORED if os.isatty(2) else ""
-    os.write(2, f"{shown}{line(_presses.advice)}\n".encode())
+    with contextlib.suppress(OSError):  # stderr may be closed
+        os.write(2, f"{shown}{line(_presses.advice)}\n".encode())
     if _presses.as_json is not None:
         with contextlib.suppress(OSError):
             os.write(1, f"{_presses.as_json(line(_presses.advice))}\n".encode())

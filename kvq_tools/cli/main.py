@@ -222,6 +222,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     if sys.stderr is None:  # closed by the caller (`2>&-`); print would use stdout instead
         sys.stderr = io.StringIO()
+    with contextlib.redirect_stderr(console.Messages(sys.stderr)):
+        return _checked(sys.argv[1:] if arguments is None else list(arguments))
+
+
+def _checked(arguments: list[str]) -> int:
+    """Run the command. A stdout that cannot be written is an error."""
     if sys.stdout is None:  # `>&-`
         print("kvq: error: stdout is closed; redirect it to a file or /dev/null", file=sys.stderr)
         return BAD_OUTPUT
@@ -230,12 +236,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with contextlib.redirect_stdout(console.CheckedOutput(sys.stdout)):
             try:
-                return _run(sys.argv[1:] if arguments is None else list(arguments))
+                return _run(arguments)
             finally:
                 sys.stdout.flush()
     except console.OutputError as error:
-        # Python would complain again when it flushes stdout at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        console.discard(sys.stdout)
         if not isinstance(error.__cause__, BrokenPipeError):  # `kvq methods | head` is no error
             print(f"kvq: error: {error}", file=sys.stderr)
         return BAD_OUTPUT

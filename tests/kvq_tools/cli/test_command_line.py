@@ -140,6 +140,16 @@ def test_a_closed_stderr_is_no_error():
     assert process("memory", "nowhere", "--cache", "dense", redirect="2>&-") == (2, "", "")
 
 
+@pytest.mark.parametrize("redirect", ["2>/dev/full", "2</dev/null"], ids=["full", "only read"])
+def test_messages_that_cannot_be_written_end_no_work(redirect):
+    if not os.path.exists("/dev/full"):
+        pytest.skip("this system has no /dev/full")
+    code, out, _ = process(*MEMORY, redirect=redirect)
+    assert code == 0
+    assert "kivi:bits=2" in out
+    assert process("memory", "nowhere", "--cache", "dense", redirect=redirect)[0] == 2
+
+
 def test_a_reader_that_leaves_is_no_error():
     assert process("methods", redirect="| head -1")[2] == ""
 

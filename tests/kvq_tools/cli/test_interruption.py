@@ -112,3 +112,21 @@ def test_ctrl_c_ends_a_compiling_command_within_a_second(terminal):
     assert "Traceback" not in shell.text, shell.text
     hidden, shown = shell.text.rfind("\x1b[?25l"), shell.text.rfind("\x1b[?25h")
     assert shown > hidden or hidden < 0, "the cursor stays hidden"
+
+
+PRESSED = """
+import os, signal
+from kvq_tools.cli import interruption
+signal.signal(signal.SIGINT, signal.default_int_handler)
+interruption.watch()
+os.kill(os.getpid(), signal.SIGINT)
+"""
+
+
+def test_ctrl_c_ends_a_command_whose_stderr_cannot_be_written():
+    environment = os.environ | {"PYTHONPATH": ":".join(sys.path)}
+    with open(os.devnull) as only_read:
+        done = subprocess.run(
+            [sys.executable, "-c", PRESSED], stderr=only_read, env=environment, timeout=60
+        )
+    assert done.returncode == 130
