@@ -9,6 +9,7 @@ import gc
 import threading
 from collections.abc import Iterator
 
+MISSING = OSError, AttributeError, TypeError  # TypeError: ctypes.CDLL(None) under Windows
 M_ARENA_MAX, HEAPS = -8, 2  # of mallopt
 SECONDS = 60  # between two trims
 COLLECTED_AFTER = 700, 10, 10  # Python's defaults
@@ -17,7 +18,7 @@ COLLECTED_AFTER = 700, 10, 10  # Python's defaults
 def limit() -> None:
     """Let all threads share few heaps. By default each thread takes one, up to eight a core, and
     freed memory is scattered over them."""
-    with contextlib.suppress(OSError, AttributeError):
+    with contextlib.suppress(*MISSING):
         ctypes.CDLL(None).mallopt(M_ARENA_MAX, HEAPS)
 
 
@@ -37,7 +38,7 @@ def trimmed(seconds: float = SECONDS) -> Iterator[None]:
     heap at its end, and keeps what compiled programs and bursts of requests have left inside."""
     try:
         trim = ctypes.CDLL(None).malloc_trim
-    except (OSError, AttributeError):
+    except MISSING:
         yield
         return
     stop = threading.Event()

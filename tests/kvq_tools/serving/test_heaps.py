@@ -1,12 +1,13 @@
 """The threads of a server share few heaps, and freed memory goes back to the system."""
 
+import ctypes
 import platform
 import subprocess
 import sys
 
 import pytest
 
-from kvq_tools.serving.heaps import HEAPS
+from kvq_tools.serving import heaps
 
 COUNT = """
 import ctypes, threading
@@ -38,7 +39,7 @@ def test_the_threads_of_a_server_share_few_heaps(tmp_path):
         subprocess.run([sys.executable, "-c", program], check=True)
         counts.append(path.read_text().count("<heap nr="))
     free, shared = counts
-    assert shared <= HEAPS < free
+    assert shared <= heaps.HEAPS < free
 
 
 FREED = """
@@ -100,3 +101,18 @@ def test_old_cycles_are_found_soon_although_much_was_loaded():
         command = [sys.executable, "-c", CYCLES.format(settled=settled)]
         answers.append(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     assert answers == ["False\n", "True\n"]
+
+
+@pytest.mark.parametrize("error", heaps.MISSING)
+def test_without_glibc_nothing_happens(monkeypatch: pytest.MonkeyPatch, error: type[Exception]):
+    asked = []
+
+    def missing(name: None) -> None:
+        asked.append(name)
+        raise error
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    heaps.limit()
+    with heaps.trimmed():
+        pass
+    assert asked == [None, None]
