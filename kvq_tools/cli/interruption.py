@@ -119,6 +119,28 @@ def spared() -> Iterator[None]:
         _presses.spared = 0
 
 
+@contextlib.contextmanager
+def noted() -> Iterator[Callable[[], bool]]:
+    """Yield a function that tells whether Ctrl-C was pressed, which has no other effect. A second
+    press interrupts as usual."""
+    pressed = threading.Event()
+
+    def press(*_: object) -> None:
+        if pressed.is_set():
+            raise KeyboardInterrupt
+        pressed.set()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield pressed.is_set
+        return
+    previous = signal.signal(signal.SIGINT, press)
+    try:
+        with spared():
+            yield pressed.is_set
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
 def was_pressed() -> bool:
     """Return whether an exception may have been a KeyboardInterrupt that native code turned into
     another one."""

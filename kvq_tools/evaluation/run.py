@@ -76,7 +76,8 @@ def evaluate_caches(
         choices: settings by name, as in `Settings`: window (at most the model's positions; default
             those, or 2048), stride (default: half a window), mode, batch, chunk, prompt, step.
         token_bytes: [n], UTF-8 bytes of each token (`tokenize`), for bits per byte.
-        progress: wraps the loop over slices of windows, as tqdm would.
+        progress: wraps the loop over slices of windows, as tqdm would. If it ends early, windows of
+            the batches that are complete by then are scored.
         placement: of the caches, if the models are on a mesh. If rows are split, a batch is filled
             up to a multiple of their parts.
 
@@ -102,9 +103,8 @@ def evaluate_caches(
     inside = np.arange(width)[None] < lengths[:, None]
     rows = np.where(inside, ids[np.minimum(begins[:, None] + np.arange(width), ids.size - 1)], 0)
     exact, compared = _run(candidates, rows, lengths, settings, progress, placement=placement)
-    row, position = np.nonzero(
-        inside & (np.arange(width)[None] >= np.array([w.first for w in cut])[:, None])
-    )
+    counted = inside & (np.arange(width)[None] >= np.array([w.first for w in cut])[:, None])
+    row, position = np.nonzero(counted[: len(exact)])
     index = begins[row] + position
     utf8_bytes = None if token_bytes is None else int(np.asarray(token_bytes)[index].sum())
     return tuple(
@@ -261,9 +261,9 @@ def _run(
     placement: Placement | None = None,
     first: int = 0,
     kept: dict[int, HiddenBTD] | None = None,
-) -> tuple[Float[np.ndarray, "R T"], list[tuple[np.ndarray, ...]]]:
-    """Return (-log p of the full-precision model, (nats, kl, agrees) of each candidate), arrays [R,
-    T].
+) -> tuple[Float[np.ndarray, "S T"], list[tuple[np.ndarray, ...]]]:
+    """Return (-log p of the full-precision model, (nats, kl, agrees) of each candidate), arrays [S,
+    T] of the rows whose batches `progress` let finish.
 
     Entry [r, t] is about token t of row r, predicted from the tokens before it. Entries without a
     prediction (the first, the prompt's, padding) are unspecified, and entries before token `first`
@@ -281,7 +281,7 @@ def _run(
     specs = [parse(spec) for _, spec in candidates]
     reference, through = None, []
     full_precision = with_activations(candidates[0][0], "float32")
-    work = [(number, part) for number in range(batches) for part in parts]
+    work, complete = [(number, part) for number in range(batches) for part in parts], 0
     for number, part in (progress or (lambda items, _: items))(work, "evaluating"):
         here = np.arange(number * size, (number + 1) * size)
         if part is parts[0]:
@@ -307,11 +307,13 @@ def _run(
         for terms, slice_terms in zip(compared, scored, strict=True):
             for whole, term in zip(terms, slice_terms, strict=True):
                 whole[here, predicted] = term
-        if at_end is not None and part is parts[-1]:
-            at_end(through, min(size, count - number * size))
+        if part is parts[-1]:
+            complete = min((number + 1) * size, count)
+            if at_end is not None:
+                at_end(through, complete - number * size)
         program_memory.drop_if_many()
-    return exact[:count, :width], [
-        tuple(term[:count, :width] for term in terms) for terms in compared
+    return exact[:complete, :width], [
+        tuple(term[:complete, :width] for term in terms) for terms in compared
     ]
 
 

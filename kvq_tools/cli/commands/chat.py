@@ -6,10 +6,8 @@ import argparse
 import contextlib
 import importlib
 import io
-import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import kvq_jax as kvq
@@ -165,7 +163,7 @@ def _turn(
         tokenizer, [*conversation.ids[: turn.kept], *turn.tokens], conversation.end_ids
     )
     ids: list[int] = []
-    with _interruptible() as stopped:
+    with interruption.noted() as stopped:
         if conversation.needs_compiling(turn):
             with console.progress("compiling"):
                 conversation.prepare(turn)
@@ -221,25 +219,3 @@ def cache_line(contents: dict[str, Any], cache: str) -> str:
         f" {contents['quantized_tokens']} quantized; {size}, in bf16 {dense}, ratio"
         f" {contents['bf16_bytes'] / contents['bytes']:.2f}]"
     )
-
-
-@contextlib.contextmanager
-def _interruptible() -> Iterator[Callable[[], bool]]:
-    """Yield a function that tells whether Ctrl-C was pressed. An answer stops between segments and
-    leaves its cache whole. A second press interrupts as usual."""
-    pressed = threading.Event()
-
-    def press(*_: object) -> None:
-        if pressed.is_set():
-            raise KeyboardInterrupt
-        pressed.set()
-
-    if threading.current_thread() is not threading.main_thread():
-        yield pressed.is_set
-        return
-    previous = signal.signal(signal.SIGINT, press)
-    try:
-        with interruption.spared():
-            yield pressed.is_set
-    finally:
-        signal.signal(signal.SIGINT, previous)

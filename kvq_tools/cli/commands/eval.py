@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import kvq_jax as kvq
 from kvq_jax.cache.size import COMPARED_BATCHES
 from kvq_models.inference.memory import CACHE_DTYPE
 from kvq_models.llama.config import LlamaConfig
-from kvq_tools.cli import cache_sizes, mesh, protocol_evaluation, text_evaluation
+from kvq_tools.cli import cache_sizes, interruption, mesh, protocol_evaluation, text_evaluation
 from kvq_tools.cli.console import UserError, bar, check_finite, format_bytes, print_json
 from kvq_tools.cli.model_loading import load_model, prepared
 from kvq_tools.cli.tables import print_table
@@ -37,13 +38,13 @@ def run(options: argparse.Namespace) -> None:
     )
     models = prepared(load_model(options, placement), specs, files)
     text_evaluation.warn_if_exact(options.cache, config, window, settings)
-    started = time.perf_counter()
+    slices, started = _SlicesUntilPressed(), time.perf_counter()
     evaluations = evaluate_caches(
         models,
         text.ids,
         **settings._asdict(),
         token_bytes=text.bytes,
-        progress=bar,
+        progress=slices,
         placement=placement,
     )
     result = report(options, config, text, settings, evaluations, time.perf_counter() - started)
@@ -55,6 +56,26 @@ def run(options: argparse.Namespace) -> None:
             if not evaluation.finite
         ]
     )
+    if slices.pressed:
+        raise KeyboardInterrupt("the numbers are of the windows that were read by then")
+
+
+class _SlicesUntilPressed:
+    """The slices of an evaluation, with a bar, until Ctrl-C is pressed. As long as no batch of
+    windows is complete, there is nothing to show, and a press interrupts as usual."""
+
+    pressed = False
+
+    def __call__(self, slices: Sequence[tuple[int, Any]], message: str) -> Iterator[Any]:
+        shown = iter(bar(slices, message))
+        first_batch = sum(batch == 0 for batch, _ in slices)
+        yield from itertools.islice(shown, first_batch)
+        with interruption.noted() as pressed:
+            for item in shown:
+                if pressed():
+                    self.pressed = True
+                    return
+                yield item
 
 
 def report(

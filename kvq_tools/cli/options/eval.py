@@ -23,7 +23,8 @@ once without a cache. Prints
 The text is read in windows of W tokens, one every S tokens, each with an empty
 cache. A token is scored once, in the first window that contains it, so after
 the first window at least W - S tokens come before it. With S = W windows do not
-overlap, and the first token of each is not scored.
+overlap, and the first token of each is not scored. Ctrl-C shows the numbers of
+the windows that were read by then; a second press leaves at once.
 
 --mode decode   token after token through the cache, as generation reads it;
                 this is the reference

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import signal
 
 import numpy as np
 import pytest
@@ -124,6 +125,32 @@ def test_a_warning_comes_exactly_when_nothing_is_read_quantized(model, run, cach
     _, out, err = run(request(model, f"--json {more}", (cache,)))
     assert ("nothing is read quantized" in err) is warned, err
     assert (json.loads(out)["caches"][0]["kl"] < 1e-9) is warned
+
+
+@pytest.mark.parametrize("batch", [0, 2])
+def test_ctrl_c_shows_the_windows_that_were_complete(model, run, run_json, monkeypatch, batch):
+    command = importlib.import_module("kvq_tools.cli.commands.eval")
+
+    def pressed_in_a_batch(slices, message):
+        for number, part in slices:
+            if number == batch:
+                signal.raise_signal(signal.SIGINT)
+            yield number, part
+
+    asked = f"--batch 1 --mode chunked --chunk {WINDOW} --json"
+    whole = run_json(request(model, asked))
+    two = run_json(request(model, f"{asked} --limit {STRIDE + WINDOW}"))
+    monkeypatch.setattr(command, "bar", pressed_in_a_batch)
+    code, out, err = run(request(model, asked))
+    shown = json.loads(out)
+    assert code == 130
+    if batch == 0:
+        assert shown["error"] == "interrupted"
+        return
+    assert err.endswith("interrupted: the numbers are of the windows that were read by then\n")
+    assert shown["scored_tokens"] == two["scored_tokens"] < whole["scored_tokens"]
+    assert shown["exact"] == two["exact"]
+    assert shown["exact"]["perplexity"] != whole["exact"]["perplexity"]
 
 
 # --- errors
