@@ -131,8 +131,10 @@ class PromptEncoder:
             _check_unicode("messages", message["content"])
 
         def render() -> str:
-            said, given = messages, names
+            said = messages
             try:
+                # since Python 3.13 JSON takes deeper values than templates do
+                given = copy.deepcopy(names)
                 if not self._trusted:
                     said = templates.marked(self._tokenizer, template, messages)
                     given = templates.marked_names(self._tokenizer, template, names)

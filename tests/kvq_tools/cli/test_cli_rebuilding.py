@@ -60,7 +60,7 @@ def test_here_keys_are_rebuilt_and_stored_bytes_are_read(sizes, width, shapes, r
 
 
 def test_flops_are_those_of_the_compiled_attention():
-    heads, kv_heads, tokens, head_dim = 8, 2, 256, 64
+    heads, kv_heads, tokens, head_dim = 8, 2, 256, 128
     sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
     config = tiny_config(num_hidden_layers=1, hidden_size=512, **sizes)
     (plan,) = kvq.cache.layout("xquant:bits=2", config, 1, tokens, "float32").plans
@@ -84,7 +84,7 @@ def test_flops_are_those_of_the_compiled_attention():
     keys = counted(plan.k, plan.k.scores, params[0], head_dim)
     values = counted(plan.v, plan.v.weighted, params[1], tokens)
     expected = memory_roofline.layer_cost(plan, config, 0).flops_per_token
-    assert keys + values == pytest.approx(expected, rel=0.15), (
+    assert keys + values == pytest.approx(expected, rel=0.12), (
         "decoding, RoPE and the scores themselves are the rest"
     )
     assert values < 2 * plan.row_width * kv_heads * head_dim / 3, "values are not rebuilt"
