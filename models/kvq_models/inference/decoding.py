@@ -101,13 +101,12 @@ def decode_step(
     Raises ValueError, with the reason, if a named implementation cannot run, and for a cache of
     another model.
     """
-    if isinstance(llama, FlatLlama):
-        llama = llama.llama()
-    check_dims(llama, cache)
-    parameters = parameters_for(llama, cache.spec)
+    model = llama.llama() if isinstance(llama, FlatLlama) else llama
+    check_dims(model, cache)
+    parameters = parameters_for(model, cache.spec)
     token = jnp.asarray(int32("token", token))
     with crossing(cache.placement) as mesh:
-        llama, cache, token, active = mesh.taken((llama, cache, token, active))
+        model, cache, token, active = mesh.taken((model, cache, token, active))
         tokens = token if token.ndim == 2 else token[:, None]
         lengths = None if active is None else jnp.where(active, tokens.shape[1], 0)
         step = begin(
@@ -118,8 +117,8 @@ def decode_step(
             parameters=parameters,
             implementation=implementation,
         )
-        hidden, cache = run_layers(llama, step, tokens)
-        logits = jnp.where(step.valid[..., None], llama.logits(hidden), jnp.nan)
+        hidden, cache = run_layers(model, step, tokens)
+        logits = jnp.where(step.valid[..., None], model.logits(hidden), jnp.nan)
         return (logits if token.ndim == 2 else logits[:, 0]), cache
 
 
