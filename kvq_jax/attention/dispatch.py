@@ -209,8 +209,7 @@ def choose(implementation: Implementation, plan: LayerPlan, query_heads: int, to
         return _by_kernels(implementation)
     if implementation not in ("pallas", "native"):
         raise ValueError(f"{implementation=}: choose 'xla', 'pallas' or 'native'")
-    of_layer = plan, query_heads, tokens
-    if reason := unsupported(*of_layer, implementation) or obstacle(implementation, *of_layer):
+    if reason := obstacle(implementation, plan, query_heads, tokens):
         raise ValueError(f"{implementation=} cannot run: {reason}")
     return NATIVE if implementation == "native" else _by_kernels(_launch(plan, query_heads))
 
