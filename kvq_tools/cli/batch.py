@@ -291,6 +291,6 @@ def _in_words(done: dict[str, Any], cache: str) -> str:
     return (
         f"[{done['answered']} of {done['prompts']} prompts answered{before}; {done['new_tokens']}"
         f" new tokens in {done['seconds']:.1f} s, {done['tokens_per_second'] or 0:.1f} tokens/s;"
-        f" {done['slots']} slots of {done['capacity']} tokens with {cache},"
-        f" {console.format_bytes(done['cache_bytes'])}; {done['out']}]"
+        f" {done['slots']} slot{'s' * (done['slots'] > 1)} of {done['capacity']} tokens"
+        f" with {cache}, {console.format_bytes(done['cache_bytes'])}; {done['out']}]"
     )

@@ -200,8 +200,9 @@ def _print(options: argparse.Namespace, server: dict[str, Any]) -> None:
         return
     split = f" on a mesh of {server['mesh']}" if server["mesh"] else ""
     print_line(
-        f"[serving {server['name']} at {server['url']}/v1: {server['slots']} slots of"
-        f" {server['capacity']} tokens with {options.cache.text},"
-        f" {format_bytes(server['cache_bytes'])}{split}; up to {server['queue']} more wait;"
-        " /health is ok once programs are compiled, and requests wait until then]"
+        f"[serving {server['name']} at {server['url']}/v1: {server['slots']}"
+        f" slot{'s' * (server['slots'] > 1)} of {server['capacity']} tokens with"
+        f" {options.cache.text}, {format_bytes(server['cache_bytes'])}{split}; up to"
+        f" {server['queue']} more wait; /health is ok once programs are compiled, and requests"
+        " wait until then]"
     )

@@ -70,9 +70,9 @@ def plan(
                 f"up to {chosen[1]} tokens fit" if chosen[1] else "give more, or a smaller cache"
             )
             raise ValueError(
-                f"{asked[0]} slots of {asked[1]} tokens, and a row to read prompts in, take"
-                f" {total(*asked)} bytes with {str(spec)!r}, and the memory has {memory} bytes:"
-                f" {fitting}"
+                f"{asked[0]} slot{'s' * (asked[0] > 1)} of {asked[1]} tokens, and a row to read"
+                f" prompts in, take {total(*asked)} bytes with {str(spec)!r}, and the memory has"
+                f" {memory} bytes: {fitting}"
             )
     return Budget(*chosen, nbytes=total(*chosen))
 
