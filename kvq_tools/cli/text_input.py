@@ -14,12 +14,15 @@ from kvq_tools.cli.console import UserError, input_errors
 
 
 def read_text(path: str) -> str:
-    """Read a UTF-8 text without the byte-order mark that some editors write."""
+    """Read a UTF-8 text without the byte-order mark that some editors write. It is not empty."""
     with input_errors():
         try:
-            return Path(path).read_text(encoding="utf-8-sig")
+            text = Path(path).read_text(encoding="utf-8-sig")
         except UnicodeDecodeError as error:
-            raise UserError(f"{path!r} is not UTF-8 text: {error}") from error
+            raise UserError(f"{path!r} is not UTF-8 text; save it as UTF-8: {error}") from error
+    if not text:
+        raise UserError(f"{path!r} is empty; name a file with a text")
+    return text
 
 
 def read_prompt(path: str) -> str:
@@ -29,7 +32,7 @@ def read_prompt(path: str) -> str:
     try:
         return sys.stdin.buffer.read().decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
-        raise UserError(f"stdin is not UTF-8 text: {error}") from error
+        raise UserError(f"stdin is not UTF-8 text; convert it to UTF-8: {error}") from error
 
 
 def load_tokenizer(model: str) -> Any:

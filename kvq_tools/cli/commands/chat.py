@@ -118,7 +118,9 @@ def _lines(terminal: bool) -> Iterator[str]:
             print("\nkvq: /quit or Ctrl-D leaves", file=sys.stderr)
             continue
         except UnicodeDecodeError as error:
-            raise console.UserError(f"the input is not UTF-8 text: {error}") from error
+            raise console.UserError(
+                f"the input is not UTF-8 text; convert it to UTF-8: {error}"
+            ) from error
         if not line:
             return
         yield line.rstrip("\r\n")

@@ -212,7 +212,7 @@ def test_a_piped_message_is_utf_8_whatever_the_locale(talking):
     assert [turn["user"] for turn in json.loads(found)["turns"]] == [said]
     bad = io.TextIOWrapper(io.BytesIO(b"\xff\n"), encoding="utf-8", errors="surrogateescape")
     code, _, err = talking(bad)
-    assert (code, "the input is not UTF-8 text" in err) == (2, True)
+    assert (code, "the input is not UTF-8 text; convert it to UTF-8" in err) == (2, True)
 
 
 def test_a_piped_conversation_prints_each_answer_and_what_the_cache_holds(talking, loaded):
