@@ -193,8 +193,16 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _check_model(options: argparse.Namespace) -> None:
-    """Refuse a local model that is not supported before JAX is imported."""
+    """Refuse a local model that is not supported before JAX is imported, and a current folder that
+    is gone, which readers of tokenizers would report as a missing file of the model."""
     model = getattr(options, "model", None)
+    if isinstance(model, str):
+        try:
+            Path.cwd()
+        except FileNotFoundError as error:
+            raise console.UserError(
+                "the current folder was deleted; change to one that exists"
+            ) from error
     if isinstance(model, str) and Path(model).exists():
         from kvq_models.llama.open_checkpoint import read_config  # imported late: 0.2 s
 
