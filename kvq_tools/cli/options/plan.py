@@ -17,7 +17,7 @@ from kvq_tools.planning.defaults import (
     WINDOWS,
 )
 
-_BITS = re.compile(r"(\d+(?:\.\d+)?) *bits?", re.IGNORECASE)
+_BITS = re.compile(r"(\d{1,18}(?:\.\d+)?) *bits?", re.IGNORECASE)
 
 _WIDTHS = ", ".join(f"{bits:g}" for bits in MEASURED)
 

@@ -10,7 +10,7 @@ from kvq_tools.cli.console import UserError
 
 MOST_SEED = 2**32 - 1
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
+_SIZE = re.compile(r"(\d{1,18}(?:\.\d+)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
 
 
 def refusal(command: str, argument: str, why: str) -> UserError:

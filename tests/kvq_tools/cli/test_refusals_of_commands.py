@@ -90,6 +90,10 @@ REFUSED = [
     ("plan {model} --device h200", "belong together"),
     ("plan {model} --device h200 --tokens-per-second 1e12", "out of reach"),
     ("plan {model} --budget 2bits --text {text} --window 200", "leave nothing to quantize"),
+    ("plan {model} --budget 100bits --text {text}", "bits=100 cannot be stored with heads of"),
+    (f"plan {{model}} --budget {'9' * 400}bits --text {{text}}", "is not a budget; write"),
+    (f"memory {{model}} --budget {'9' * 400}GiB", "is not a size; write 24GiB"),
+    ("serve {model} --memory 1KB --slots 1", "error: 1 slot of 64 tokens, and a row"),
     # what does not go together
     ("eval {model} --text {text} --cache squat --prompt 0", "takes statistics from a prompt"),
     ("eval {model} --text {text} --cache int4 --flips", "in the output of --json: add it"),
@@ -110,6 +114,18 @@ REFUSED = [
     ("calibrate {model} --text {text} --cache kvquant --out {tmp}/none/f", "that exists"),
     ("quantize-weights {model} --bits 3 --text {text} --out .", "exists and is not an empty"),
     ("passkey {model} --data {tmp}/empty", "has no samples"),
+    *(
+        (f"{command} {{model}} --text {{tmp}}/empty {rest}", "empty' is empty; name a file with a")
+        for command, rest in (
+            ("eval", "--cache int4"),
+            ("eval", "--cache int4 --protocol"),
+            ("plan", "--budget 2bits"),
+            ("calibrate", "--cache kvquant --out {tmp}/f"),
+        )
+    ),
+    ("generate {model} --prompt-file {tmp}/empty", "empty' is empty; name a file with a text"),
+    ("generate {model} --prompts {tmp}/empty --out {tmp}/f", "empty' is empty; name a file"),
+    ("eval {model} --text {tmp}/latin --cache int4", "latin' is not UTF-8 text; save it as UTF-8"),
     ("passkey {model} --data {tmp}/row --answers {tmp}/row", "must be a new file"),
     ("passkey {model} --data {tmp}/row --answers {tmp}/none/f", "in a directory that exists"),
     ("plan {model} --budget 2bits --out {tmp}/none/f", "a file in a directory that exists"),
@@ -139,6 +155,7 @@ def test_bad_input_is_one_line_and_found_before_weights_are_read(
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "nested").write_text("[" * 100_000)
     (tmp_path / "empty").write_text("")
+    (tmp_path / "latin").write_bytes("café".encode("latin-1"))
     (tmp_path / "text").write_text("the key of the cat " * 99)
     (tmp_path / "prompts").write_text('"a"\n""\n')
     (tmp_path / "row").write_text('{"input": "a", "target": "c"}\n')
@@ -171,4 +188,15 @@ def test_a_directory_that_cannot_be_written_is_found_before_any_work(
     words = shlex.split(command.format(model=model, tmp=tmp_path))
     assert_one_line_error(
         run(*words), "f' cannot be written: Permission denied; name another directory"
+    )
+
+
+def test_a_deleted_current_folder_is_named(tmp_path: pathlib.Path, run, monkeypatch):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert_one_line_error(
+        run("generate", "embedded", "--prompt", "a"),
+        "the current folder was deleted; change to one that exists",
     )
