@@ -302,7 +302,7 @@ def budgets(
     dtype: str,
 ) -> dict[Bases, float]:
     """Return the bits of a budget for each choice of bases that fits it. Raises ValueError, in one
-    line, if none does, or if so many bits cannot be stored."""
+    line, if none does."""
     if isinstance(asked, float):
         for bases in choices:  # too few or too many bits are found here, before any measurement
             kvq.size.of(bases.spec(asked), config, batch, context, dtype)
