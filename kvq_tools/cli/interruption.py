@@ -122,7 +122,7 @@ def spared() -> Iterator[None]:
 @contextlib.contextmanager
 def noted() -> Iterator[Callable[[], bool]]:
     """Yield a function that tells whether Ctrl-C was pressed, which has no other effect. A second
-    press interrupts as usual."""
+    press interrupts as usual. If SIGINT is ignored, it stays ignored."""
     pressed = threading.Event()
 
     def press(*_: object) -> None:
@@ -130,7 +130,8 @@ def noted() -> Iterator[Callable[[], bool]]:
             raise KeyboardInterrupt
         pressed.set()
 
-    if threading.current_thread() is not threading.main_thread():
+    elsewhere = threading.current_thread() is not threading.main_thread()
+    if elsewhere or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         yield pressed.is_set
         return
     previous = signal.signal(signal.SIGINT, press)

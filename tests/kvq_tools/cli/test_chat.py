@@ -260,6 +260,7 @@ def test_in_a_terminal_mistakes_are_lines_and_the_conversation_goes_on(talking):
     assert out.count(first) == 2
 
 
+@pytest.mark.usefixtures("sigint")
 def test_ctrl_c_stops_an_answer_and_the_next_turn_works(talking, monkeypatch):
     push, presses = Continuation.push, iter([True])
 

@@ -127,6 +127,7 @@ def test_a_warning_comes_exactly_when_nothing_is_read_quantized(model, run, cach
     assert (json.loads(out)["caches"][0]["kl"] < 1e-9) is warned
 
 
+@pytest.mark.usefixtures("sigint")
 @pytest.mark.parametrize("batch", [0, 2])
 def test_ctrl_c_shows_the_windows_that_were_complete(model, run, run_json, monkeypatch, batch):
     command = importlib.import_module("kvq_tools.cli.commands.eval")

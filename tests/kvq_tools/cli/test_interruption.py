@@ -3,12 +3,15 @@ while XLA compiles."""
 
 import os
 import select
+import signal
 import struct
 import subprocess
 import sys
 import time
 
 import pytest
+
+from kvq_tools.cli import interruption
 
 pty = pytest.importorskip("pty", reason="pseudo-terminals are POSIX")
 fcntl, termios = pytest.importorskip("fcntl"), pytest.importorskip("termios")
@@ -130,3 +133,13 @@ def test_ctrl_c_ends_a_command_whose_stderr_cannot_be_written():
             [sys.executable, "-c", PRESSED], stderr=only_read, env=environment, timeout=60
         )
     assert done.returncode == 130
+
+
+@pytest.mark.usefixtures("sigint")
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_press_is_noted_unless_sigint_is_ignored(ignored):
+    if ignored:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with interruption.noted() as pressed:
+        signal.raise_signal(signal.SIGINT)
+        assert pressed() is not ignored
