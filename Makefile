@@ -106,7 +106,7 @@ $(VENV)/.kvq-hosts: $(VENV)/bin/python $(BUILD)
 	@touch $@
 
 $(VENV)/.kvq-lowest: $(VENV)/bin/python $(BUILD)
-	@$(RUN) -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; extras = p["optional-dependencies"]; used = sum((extras[name] for name in ("models", "tools", "serve", "report", "sentencepiece")), p["dependencies"]); print(*(line.replace(">=", "==") for line in used if "kvq-jax" not in line), *extras["test"][1:], sep="\n")' >$@.txt
+	@$(RUN) -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; extras = p["optional-dependencies"]; used = sum((extras[name] for name in ("models", "tools", "serve", "report", "sentencepiece")), p["dependencies"]); print(*{line.split(">")[0]: line.replace(">=", "==") for line in used if "kvq-jax" not in line}.values(), *extras["test"][1:], sep="\n")' >$@.txt
 	@echo "installing the oldest versions into $(VENV) (a few minutes) ..."
 	$(PIP) -r $@.txt
 	-@ls cpu_kernels/native.*.so >/dev/null 2>&1 || $(RUN) setup.py --quiet build_ext --inplace
