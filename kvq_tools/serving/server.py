@@ -77,7 +77,7 @@ def server_of(
         app,
         http=connection_class(limits or ConnectionLimits()),
         ws="none",
-        log_level="error",  # of warnings any client could make a million
+        log_level="error",  # clients could fill the log with warnings
         access_log=False,
         lifespan="off",
         server_header=False,
