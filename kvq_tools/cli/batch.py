@@ -165,7 +165,7 @@ def read_items(
         plain = not options.chat and "prompt" in fields
         items.append(PromptLine(name, digest, request, plain))
     if not items:
-        raise console.UserError(f"{options.prompts!r} has no prompts")
+        raise console.UserError(f"{options.prompts!r} has no prompts; write one on each line")
     ((name, count),) = Counter(item.id for item in items).most_common(1)
     if count > 1:
         raise console.UserError(f"{options.prompts!r} has {count} prompts with the id {name!r}")

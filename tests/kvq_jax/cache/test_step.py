@@ -10,6 +10,7 @@ import pytest
 from jax import lax
 
 import kvq_jax as kvq
+from pallas_kernels.launch import Launch
 from tests.kvq_jax.layer_runs import (
     DIMS,
     ROUNDING,
@@ -247,5 +248,5 @@ def test_layers_are_run_once_and_all_of_them():
     refused("went through 1 of 2 layers", kvq.finish, step)
     _, step = kvq.append_and_attend(step, **rows)
     refused("2 layers, and the step went through all of", kvq.append_and_attend, step, **rows)
-    large, options = new("kivi:bits=4", 512), {"implementation": "pallas"}
+    large, options = new("kivi:bits=4", 512), {"implementation": Launch(interpret=True)}
     refused("2 new tokens in one step", through, large, [0, 0], 2, **options)

@@ -111,7 +111,8 @@ def test_a_run_that_was_cut_goes_on(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "has no prompts"),
+        ("", "prompts.jsonl' is empty"),
+        ("\n \n", "has no prompts; write one on each line"),
         ("Name a river.\n", "line 1: write a text in quotes or an object, as JSON (Expecting"),
         ('"fine"\n{"prompt": 3}\n', "line 2: prompt must be a text, got 3"),
         ('{"prompt": "x", "colour": 1}\n', "line 1: unknown key 'colour'"),
