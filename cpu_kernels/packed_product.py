@@ -27,7 +27,6 @@ from jaxtyping import Array, Float, Int, Shaped
 from cpu_kernels.library import PACKED_PRODUCT, unavailable
 
 PANEL = 32  # outputs that lie together (kPanelOutputs of csrc/weights.h)
-COARSE = 256  # inputs that share a coarse scale
 LEVELS = 16  # of codes of 4 bits
 
 

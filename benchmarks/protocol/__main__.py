@@ -45,7 +45,12 @@ def argument_parser() -> argparse.ArgumentParser:
     add("--readings", choices=READINGS, nargs="+", default=READINGS, help="ways of reading")
     add("--scored", type=int, default=Sizes.scored, help="scored tokens of a window")
     add("--windows", type=int, default=Sizes.windows, help="windows of each text")
-    add("--caches", metavar="SPEC", nargs="+", help="these caches alone (default: all methods)")
+    add(
+        "--caches",
+        metavar="SPEC",
+        nargs="+",
+        help="these caches alone, or plans by name (default: all methods)",
+    )
     add("--samples", type=int, default=16, help="calibration samples")
     add("--length", type=int, default=1024, help="tokens of a calibration sample")
     add("--json", metavar="FILE", type=pathlib.Path, required=True, help="where the rows go")

@@ -7,6 +7,7 @@ import pathlib
 
 import kvq_jax as kvq
 from benchmarks.markdown import bracket, head, table, with_interval
+from benchmarks.protocol import made_plans
 from benchmarks.protocol.large_models import CONTEXT
 from benchmarks.protocol.report import ProtocolReport, Row
 from kvq_jax.cache.size import COMPARED_BATCHES
@@ -81,6 +82,12 @@ def _said(report: ProtocolReport) -> list[str]:
         )
     if others := sorted({row.processor for row in report.rows if report.of_another_processor(row)}):
         said.append(f"Rows marked † were measured on another processor: {', '.join(others)}.")
+    if any(made_plans.MARK in row.cache for row in report.rows):
+        said.append(
+            "`plan=B` stands for the widths that `kvq plan` chose for B stored bits, from the text"
+            f" that other rows were calibrated on ([{made_plans.FILE.name}]"
+            f"(../protocol/{made_plans.FILE.name}))."
+        )
     if report.partial:
         said.append(f"**Partial: {len(report.rows)} of {report.planned} rows.**")
     commits = sorted({row.commit for row in report.rows})

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import kvq_jax as kvq
 from benchmarks.model_names import shown
-from benchmarks.protocol import caches
+from benchmarks.protocol import caches, made_plans
 from benchmarks.protocol.code_text import code_text
 from kvq_models.llama.checkpoint import read_config
 from kvq_models.llama.config import LlamaConfig
@@ -79,7 +79,8 @@ class Plan:
         """Return the cache of a row, with its windows."""
         if wanted.own_windows:
             return kvq.parse(wanted.cache)
-        return windowed(wanted.cache, self.config, self.sizes(wanted.context))
+        cache = made_plans.spec_of(wanted.cache, shown(self.model))
+        return windowed(cache, self.config, self.sizes(wanted.context))
 
 
 def planned(plan: Plan) -> list[Wanted]:

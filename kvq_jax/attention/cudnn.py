@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import types
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +24,6 @@ from kvq_jax.layer.attention import Attention
 from kvq_jax.layer.plan import LayerPlan, LayerState, Sides
 from kvq_jax.types.array_types import LayerInputs, LengthsB, PositionsBT, QueryBNTH, RowsBKTH, Tree
 from pallas_kernels.decode_attention.partial_attention import NEG_INF, PartialAttention
-
-OlderBKSH: TypeAlias = Float[Array, "B K S H"]
 
 BODY_CHUNK_ELEMENTS = 1 << 22  # of keys or values that are dequantized at a time
 

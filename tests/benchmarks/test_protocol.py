@@ -13,12 +13,12 @@ import pytest
 import kvq_jax as kvq
 from benchmarks import llama_8b
 from benchmarks.protocol import __main__ as protocol
-from benchmarks.protocol import bench
+from benchmarks.protocol import bench, made_plans
 from benchmarks.protocol.caches import CACHES
 from benchmarks.protocol.plan import Plan, planned
 from benchmarks.protocol.report import ProtocolReport
 from benchmarks.report_file import RESULTS
-from kvq_jax.cache.dims import dims_of
+from kvq_jax.cache.dims import CacheDims, dims_of
 from kvq_jax.layer.attention import Attention
 from kvq_models import load_llama
 from kvq_tools.evaluation import measure_rows
@@ -36,6 +36,7 @@ from kvq_tools.evaluation.protocol import (
     exact_share,
     windowed,
 )
+from kvq_tools.planning.defaults import Bases
 
 COMMITTED = RESULTS / "protocol_embedded.json"
 ROOT = Path(__file__).parents[2]
@@ -55,6 +56,29 @@ def test_every_cache_has_equal_windows_and_at_most_three_percent_exact(cache):
         with pytest.raises(ValueError, match="does not divide the block"):
             kvq.cache.layout(dataclasses.replace(spec, block=BLOCKS[0]), config, 1, sizes.width)
         assert exact_share(spec, config, Sizes(4096)) <= MOST_EXACT
+
+
+@pytest.mark.parametrize("name", made_plans.made_for("smollm2"))
+def test_a_plans_name_stands_for_widths_of_its_bits_in_its_bases(name):
+    """The name's bits are a budget, which widths of whole bits almost use up."""
+    dims = CacheDims(
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        head_dim=64,
+        hidden_size=576,
+    )
+    spec = kvq.parse(made_plans.spec_of(name, "smollm2"))
+    budget, _, bases = name.partition(made_plans.MARK)[2].partition(",")
+    assert -0.05 < kvq.size.body_bits_per_element(spec, dims) - float(budget) <= 1e-6
+    assert Bases.of(spec.k) == Bases.of(kvq.parse(f"waterfill:{bases}").k)
+
+
+def test_a_plan_of_another_model_is_refused_by_name():
+    name = next(iter(made_plans.made_for("smollm2")))
+    with pytest.raises(ValueError, match=f"no plan {name!r} for gemma; it has none"):
+        made_plans.spec_of(name, "gemma")
+    assert made_plans.spec_of("kivi:bits=2", "gemma") == "kivi:bits=2"
 
 
 def test_the_exact_share_is_that_of_the_regions_and_windows_of_layers():

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import pathlib
-
+from benchmarks.protocol import made_plans
 from laboratory.quality.comparison import Suite, listed
 
 WINDOW = "sink=32,recent=96,block=32"
@@ -14,10 +12,15 @@ KIVI = f"kivi:bits=2,{WINDOW}"
 
 def plans() -> Suite:
     """Return one table: waterfill with the widths that `kvq plan` finds for SmolLM2 at each budget,
-    and the nearest other caches, one of which is the plan if it has less KL."""
-    file = pathlib.Path(__file__).with_name("plans_smollm2.json")
-    spec_of_bits = json.loads(file.read_text(encoding="utf-8"))["plans"]
-    ours = [(f"plan, {bits} bits", f"{spec},{WINDOW}") for bits, spec in spec_of_bits.items()]
+    with the KL that it predicted and measured itself, and the nearest other caches, one of which is
+    the plan if it has less KL."""
+    ours = [
+        (
+            f"{name} (predicted {plan.predicted:.4f}, measured {plan.measured:.4f})",
+            f"{plan.spec},{WINDOW}",
+        )
+        for name, plan in made_plans.made_for("smollm2").items()
+    ]
     others = (
         f"xquant:bits=4,{WIDEST}",
         f"turboquant:bits=4,{WINDOW}",
