@@ -8,6 +8,7 @@ installs the hook that checks shapes.
 import json
 import shlex
 import shutil
+import signal
 
 import jaxtyping
 import pytest
@@ -49,6 +50,31 @@ def run_json(run):
         return found
 
     return call
+
+
+@pytest.fixture
+def sigint():
+    """Let SIGINT interrupt this process. In a shell's background job it is ignored."""
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, previous)
+
+
+@pytest.fixture
+def press_in(monkeypatch, sigint):
+    """press_in(loop, item) presses Ctrl-C before this item of the loops whose message has `loop`,
+    instead of showing their bars."""
+
+    def patch(loop, item):
+        def pressed(items, message):
+            for index, one in enumerate(items):
+                if loop in message and index == item:
+                    signal.raise_signal(signal.SIGINT)
+                yield one
+
+        monkeypatch.setattr("kvq_tools.cli.until_pressed.bar", pressed)
+
+    return patch
 
 
 @pytest.fixture(scope="module")

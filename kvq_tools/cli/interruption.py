@@ -120,15 +120,17 @@ def spared() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def noted() -> Iterator[Callable[[], bool]]:
-    """Yield a function that tells whether Ctrl-C was pressed, which has no other effect. A second
-    press interrupts as usual. If SIGINT is ignored, it stays ignored."""
+def noted(said: str = "") -> Iterator[Callable[[], bool]]:
+    """Yield a function that tells whether Ctrl-C was pressed, which has no other effect than a line
+    with `said`. A second press interrupts as usual. If SIGINT is ignored, it stays ignored."""
     pressed = threading.Event()
 
     def press(*_: object) -> None:
         if pressed.is_set():
             raise KeyboardInterrupt
         pressed.set()
+        if said:
+            _write_line(f"kvq: {said}")
 
     elsewhere = threading.current_thread() is not threading.main_thread()
     if elsewhere or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -191,10 +193,15 @@ def _leave_when_stuck(reading: int) -> None:
 def _say_and_end() -> NoReturn:
     """End the process now. stdout is not flushed: the main thread may hold its lock in a write that
     waits for the reader of a pipe. An object that --json promised has room in an empty pipe."""
-    shown = RESTORED if os.isatty(2) else ""
-    with contextlib.suppress(OSError):  # stderr may be closed
-        os.write(2, f"{shown}{line(_presses.advice)}\n".encode())
+    _write_line(line(_presses.advice))
     if _presses.as_json is not None:
         with contextlib.suppress(OSError):
             os.write(1, f"{_presses.as_json(line(_presses.advice))}\n".encode())
     os._exit(STATUS)
+
+
+def _write_line(text: str) -> None:
+    """Write a line to stderr past Python's stream, which the main thread may be writing to."""
+    shown = RESTORED if os.isatty(2) else ""
+    with contextlib.suppress(OSError):  # stderr may be closed
+        os.write(2, f"{shown}{text}\n".encode())

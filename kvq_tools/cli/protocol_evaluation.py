@@ -9,9 +9,10 @@ import kvq_jax as kvq
 from kvq_models.inference.memory import CACHE_DTYPE
 from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli import cache_sizes, inputs, text_input
-from kvq_tools.cli.console import UserError, bar, check_finite, input_errors, print_json
+from kvq_tools.cli.console import UserError, check_finite, input_errors, print_json
 from kvq_tools.cli.model_loading import load_model, prepared
 from kvq_tools.cli.tables import print_line, print_table
+from kvq_tools.cli.until_pressed import OF_READ_WINDOWS, UntilPressed, first_batch
 from kvq_tools.evaluation.intervals import Estimate
 from kvq_tools.evaluation.protocol import (
     DECODED_FROM,
@@ -54,9 +55,11 @@ def run(options: argparse.Namespace) -> None:
         rows = cut(text, sizes, tokenizer.bos_token_id)
         specs = [windowed(spec, config, sizes) for _, spec in options.cache]
     models = prepared(load_model(options), specs, files)
-    kept, measured = {}, {}
+    kept, slices = {}, UntilPressed(first_batch)
+    measured: dict[Reading, list[Measured]] = {}
     for reading in READINGS:
-        measured[reading] = measure(models, rows, range(len(rows)), sizes, reading, kept, bar)
+        if numbers := measure(models, rows, range(len(rows)), sizes, reading, kept, slices):
+            measured[reading] = numbers
     names = [name for name, _ in options.cache]
     result = {
         "model": options.model,
@@ -67,18 +70,20 @@ def run(options: argparse.Namespace) -> None:
         "scored": sizes.scored,
         "text_windows": sizes.windows,
         "caches": [
-            _cache(name, spec, config, sizes, {r: measured[r][i] for r in READINGS})
+            _cache(name, spec, config, sizes, {r: numbers[i] for r, numbers in measured.items()})
             for i, (name, spec) in enumerate(zip(names, specs, strict=True))
         ],
         "verdicts": {
-            reading: _verdict(names, specs, config, sizes, measured[reading])
-            for reading in READINGS
+            reading: _verdict(names, specs, config, sizes, numbers)
+            for reading, numbers in measured.items()
         },
     }
     print_json("protocol", result) if options.json else _print(result)
     check_finite(
-        [c["name"] for c in result["caches"] for reading in READINGS if c[reading]["kl"] is None]
+        [c["name"] for c in result["caches"] for reading in measured if c[reading]["kl"] is None]
     )
+    if slices.pressed:
+        raise KeyboardInterrupt(OF_READ_WINDOWS)
 
 
 def sizes_for(config: LlamaConfig, text: ScoredText, context: int | None) -> Sizes:
@@ -110,7 +115,6 @@ def _cache(
     sizes: Sizes,
     measured: dict[Reading, Measured],
 ) -> dict[str, Any]:
-    every = range(sizes.windows)
     return {
         "name": name,
         "cache": str(spec),
@@ -119,11 +123,11 @@ def _cache(
         "resident_by_batch": cache_sizes.by_batch(spec, config, sizes.width, CACHE_DTYPE),
         **{
             reading: {
-                **_estimate("kl", numbers.kl(every)),
+                **_estimate("kl", numbers.kl(numbers.every_window)),
                 "kl_median": finite(numbers.median),
                 "kl_p999": finite(numbers.p999),
-                "agreement": numbers.agreement(every),
-                **_estimate("perplexity", numbers.perplexity(every)),
+                "agreement": numbers.agreement(numbers.every_window),
+                **_estimate("perplexity", numbers.perplexity(numbers.every_window)),
                 "rounding": finite(numbers.rounding),
                 "window_kl": [finite(kl) for kl in numbers.window_kl],
             }
@@ -153,7 +157,7 @@ def _verdict(
                 spec,
                 kvq.size.of(spec, config, 1, sizes.width).resident_bits,
                 numbers,
-                range(sizes.windows),
+                numbers.every_window,
                 exact_share(spec, config, sizes),
             )
             for name, spec, numbers in zip(names, specs, measured, strict=True)
@@ -167,7 +171,7 @@ def _print(result: dict[str, Any]) -> None:
         f" {result['context']} tokens and {result['scored']} scored ones; the first {SINK} and the"
         f" newest {RECENT} tokens are exact in every cache"
     )
-    for reading in READINGS:
+    for reading in result["verdicts"]:
         rows = [
             {
                 "cache": cache["name"],
@@ -181,7 +185,9 @@ def _print(result: dict[str, Any]) -> None:
             }
             for cache in result["caches"]
         ]
-        print_table(WORDS[reading], rows)
+        complete = len(result["caches"][0][reading]["window_kl"])
+        part = f", {complete} windows" * (complete < result["text_windows"])
+        print_table(WORDS[reading] + part, rows)
         print_line(result["verdicts"][reading])
 
 

@@ -18,6 +18,7 @@ from kvq_tools.cli import cache_sizes, console, inputs, text_input
 from kvq_tools.cli.model_loading import load_model, prepared
 from kvq_tools.cli.options.tasks import MOST_LENGTH, SAMPLES
 from kvq_tools.cli.tables import print_table
+from kvq_tools.cli.until_pressed import UntilPressed
 from kvq_tools.evaluation.tasks.filler import NoRoomError
 from kvq_tools.evaluation.tasks.runner import ScoredAnswer, capacity, check_samples, run
 from kvq_tools.evaluation.tasks.sample import AnswerRule, TaskPrompts, TaskSample
@@ -119,7 +120,7 @@ def run_task(
     longest = max(len(sample.prompt) + sample.max_new_tokens for sample in samples)
     where = f"in samples of at most {longest} tokens"
     inputs.warn_if_exact(caches, config, longest, longest - 1, where)
-    measured, broken = [], []
+    measured, broken, batches = [], [], UntilPressed()
     for (text, _), (model, spec) in zip(caches, models, strict=True):
         started, answers = time.perf_counter(), []
         for answer in run(
@@ -129,12 +130,14 @@ def run_task(
             samples,
             prompts,
             batch=options.batch,
-            progress=console.bar,
+            progress=batches,
             message=f"{options.command} with {text}",
         ):
             answers.append(answer)
             broken += [] if answer.finite else [text]
             _write(options.answers, {"cache": text} | described(samples[answer.index], answer))
+        if measured and len(answers) < len(samples):
+            break  # after Ctrl-C: scores of fewer samples are not comparable
         answers.sort(key=lambda answer: answer.index)
         seconds = time.perf_counter() - started
         measured.append(
@@ -143,6 +146,9 @@ def run_task(
             | {"seconds": seconds}
             | summary(samples, answers, groups)
         )
+        if batches.pressed:
+            break
+    lengths = [answer["prompt_tokens"] for answer in measured[0]["answers"]]
     result = {
         "task": options.command,
         "model": options.model,
@@ -150,12 +156,17 @@ def run_task(
         "chat": options.chat,
         "dtype": options.dtype,
         "rules": dict(rules) | ({"chat": CHAT_RULE} if options.chat else {}),
-        "samples": len(samples),
-        "prompt_tokens": [min(len(s.prompt) for s in samples), max(len(s.prompt) for s in samples)],
+        "samples": len(lengths),
+        "prompt_tokens": [min(lengths), max(lengths)],
         "caches": measured,
     }
     console.print_json("task", result) if options.json else _print(result)
     console.check_finite(broken)
+    if batches.pressed:
+        raise KeyboardInterrupt(
+            f"the scores are of {len(measured)} of {len(caches)} caches and {len(lengths)} of"
+            f" {len(samples)} samples"
+        )
 
 
 def _write(path: str | None, line: Mapping[str, Any]) -> None:

@@ -100,7 +100,7 @@ class Measured:
         window_kl, window_nats, window_agreement: means over the scored tokens of each window.
         median, p999: quantiles of KL over the scored tokens of the windows of the headline.
         again: pairs (KL, KL once more, in other batches and steps) of the first window of each
-            text, whose difference is rounding.
+            text, whose difference is rounding. () if the run ended before.
     """
 
     window_kl: tuple[float, ...]
@@ -109,6 +109,10 @@ class Measured:
     median: float
     p999: float
     again: tuple[tuple[float, float], ...] = ()
+
+    @property
+    def every_window(self) -> range:
+        return range(len(self.window_kl))
 
     @property
     def rounding(self) -> float:
@@ -210,11 +214,16 @@ def measure(
     progress: Progress[Any] | None = None,
 ) -> list[Measured]:
     """Measure caches that are prepared alike on the windows of all texts, in the order of the
-    texts. headline: the windows of the headline. kept, progress: as in `measure_rows`."""
+    texts. headline: the windows of the headline. kept, progress: as in `measure_rows`. If progress
+    ends early, the numbers are of the windows that were complete, and [] if none was."""
     common: dict[str, Any] = {"prompt": prompt_of(reading, sizes), "scored": sizes.scored}
     shown, shown_again = (_naming(progress, WORDS[reading] + end) for end in ("", ", once more"))
     qualities = measure_rows(candidates, rows, batch=BATCH, kept=kept, progress=shown, **common)
-    first = np.arange(0, len(rows), sizes.windows)
+    complete = len(qualities[0].token_kl)
+    if not complete:
+        return []
+    headline = [window for window in headline if window < complete]
+    first = np.arange(0, complete, sizes.windows)
     exact = {0: jnp.stack([kept[i // BATCH][i % BATCH] for i in first.tolist()])}
     again = measure_rows(
         candidates,
@@ -240,7 +249,7 @@ def _naming(progress: Progress[Any] | None, words: str) -> Progress[Any] | None:
 
 def _measured(
     quality: RowQuality,
-    once_more: Float[np.ndarray, "texts"],
+    once_more: Float[np.ndarray, "again"],
     first: Int[np.ndarray, "texts"],
     headline: Sequence[int],
 ) -> Measured:
@@ -251,7 +260,7 @@ def _measured(
         tuple(quality.agreement.tolist()),
         float(np.median(tokens)),
         float(np.quantile(tokens, 0.999)),
-        tuple(zip(quality.kl[first].tolist(), once_more.tolist(), strict=True)),
+        tuple(zip(quality.kl[first].tolist(), once_more.tolist(), strict=False)),
     )
 
 

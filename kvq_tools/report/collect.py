@@ -43,9 +43,11 @@ def collect(
     candidates: Sequence[times.PreparedCache],
     text: TokenizedText,
     progress: Progress | None = None,
+    whole_progress: Progress | None = None,
 ) -> schema.CacheReport:
     """Collect all numbers. plain: the model without cache parameters. candidates: each cache with
-    its prepared model."""
+    its prepared model. progress: of the windows and the times, which may end early; the numbers are
+    then of those that were complete. whole_progress: of the other loops."""
     config, settings = plain.config, plan.settings
     started = time.perf_counter()
     pairs = [(c.llama, c.spec) for c in candidates]
@@ -54,13 +56,9 @@ def collect(
     )
     seconds = time.perf_counter() - started
     inputs = maps.layer_inputs(plain, jnp.asarray(text.ids[: plan.sample]))
-    shown = (progress or (lambda items, _: items))(candidates, "comparing keys and values")
+    shown = (whole_progress or (lambda items, _: items))(candidates, "comparing keys and values")
     errors = [maps.errors(candidate.llama, candidate.spec, inputs) for candidate in shown]
-    speed = (
-        times.decode_times(timed(plain, candidates), plan.contexts, plan.steps, progress)
-        if plan.contexts
-        else None
-    )
+    speed = times.decode_times(timed(plain, candidates), plan.contexts, plan.steps, progress)
     first = evaluations[0]
     parts = first.by_position(plan.buckets)
     return schema.CacheReport(

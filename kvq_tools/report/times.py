@@ -40,9 +40,9 @@ def decode_times(
     contexts: Sequence[int],
     steps: int,
     progress: Progress | None = None,
-) -> Speed:
-    """Time `steps` decode steps of one sequence through each cache at each context. Compiling and a
-    first step are not timed.
+) -> Speed | None:
+    """Time `steps` decode steps of one sequence through each cache at each context that `progress`
+    lets finish. None if that is none. Compiling and a first step are not timed.
 
     Raises ValueError if a context has no room for the steps.
     """
@@ -60,12 +60,14 @@ def decode_times(
         for times_ms, taken in zip(samples, zip(*rounds, strict=True), strict=True):
             times_ms.append(taken)
         reads = [stepper.reads for stepper in steppers]
+    if not reads:
+        return None
     machine = TimingMachine(device_name(), os.cpu_count() or 0, jax.__version__, (*load, _load()))
     times = (
         StepTimes(c.name, str(c.spec), read, tuple(times_ms))
         for c, read, times_ms in zip(candidates, reads, samples, strict=True)
     )
-    return Speed(tuple(contexts), machine, tuple(times))
+    return Speed(tuple(contexts[: len(samples[0])]), machine, tuple(times))
 
 
 class _Stepper:

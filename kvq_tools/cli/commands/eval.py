@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import kvq_jax as kvq
 from kvq_jax.cache.size import COMPARED_BATCHES
 from kvq_models.inference.memory import CACHE_DTYPE
 from kvq_models.llama.config import LlamaConfig
-from kvq_tools.cli import cache_sizes, interruption, mesh, protocol_evaluation, text_evaluation
-from kvq_tools.cli.console import UserError, bar, check_finite, format_bytes, print_json
+from kvq_tools.cli import cache_sizes, mesh, protocol_evaluation, text_evaluation
+from kvq_tools.cli.console import UserError, check_finite, format_bytes, print_json
 from kvq_tools.cli.model_loading import load_model, prepared
 from kvq_tools.cli.tables import print_table
+from kvq_tools.cli.until_pressed import OF_READ_WINDOWS, UntilPressed, first_batch
 from kvq_tools.evaluation.results import Evaluation, finite
 from kvq_tools.evaluation.run import evaluate_caches
 from kvq_tools.evaluation.settings import Settings
@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> None:
     )
     models = prepared(load_model(options, placement), specs, files)
     text_evaluation.warn_if_exact(options.cache, config, window, settings)
-    slices, started = _SlicesUntilPressed(), time.perf_counter()
+    slices, started = UntilPressed(first_batch), time.perf_counter()
     evaluations = evaluate_caches(
         models,
         text.ids,
@@ -57,25 +57,7 @@ def run(options: argparse.Namespace) -> None:
         ]
     )
     if slices.pressed:
-        raise KeyboardInterrupt("the numbers are of the windows that were read by then")
-
-
-class _SlicesUntilPressed:
-    """The slices of an evaluation, with a bar, until Ctrl-C is pressed. As long as no batch of
-    windows is complete, there is nothing to show, and a press interrupts as usual."""
-
-    pressed = False
-
-    def __call__(self, slices: Sequence[tuple[int, Any]], message: str) -> Iterator[Any]:
-        shown = iter(bar(slices, message))
-        first_batch = sum(batch == 0 for batch, _ in slices)
-        yield from itertools.islice(shown, first_batch)
-        with interruption.noted() as pressed:
-            for item in shown:
-                if pressed():
-                    self.pressed = True
-                    return
-                yield item
+        raise KeyboardInterrupt(OF_READ_WINDOWS)
 
 
 def report(

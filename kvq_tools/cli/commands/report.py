@@ -14,6 +14,7 @@ from kvq_tools.cli import console, inputs, text_evaluation
 from kvq_tools.cli.model_loading import load_model, prepared
 from kvq_tools.cli.options.report import CONTEXTS, NO_CONTEXTS, SAMPLE, STEPS
 from kvq_tools.cli.tables import print_line
+from kvq_tools.cli.until_pressed import OF_READ_WINDOWS, UntilPressed, first_batch
 from kvq_tools.evaluation.defaults import BATCH, BUCKETS, CHUNK, STEP
 from kvq_tools.evaluation.settings import Settings
 from kvq_tools.report import schema, times, write
@@ -27,7 +28,8 @@ SETTINGS = ("calibration", "window", "stride", "chunk", "prompt", "step", "limit
 def run(options: argparse.Namespace) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         raise console.UserError("kvq report needs matplotlib: pip install 'kvq-jax[report]'")
-    report = _made(options) if options.source is None else _read(options)
+    slices = UntilPressed(first_batch)
+    report = _made(options, slices) if options.source is None else _read(options)
     out = inputs.output_directory(options.out)
     with console.input_errors():
         out.mkdir(parents=True, exist_ok=True)
@@ -39,6 +41,8 @@ def run(options: argparse.Namespace) -> None:
         size = console.format_bytes(written[1].stat().st_size)
         print(f"{written[1]}: {size}; beside it {write.JSON} and {len(written) - 2} PNGs")
     console.check_finite([c.name for c in report.caches if c.perplexity is None or c.kl is None])
+    if slices.pressed:
+        raise KeyboardInterrupt(f"{OF_READ_WINDOWS}, and times may be missing")
 
 
 def _read(options: argparse.Namespace) -> schema.CacheReport:
@@ -52,7 +56,7 @@ def _read(options: argparse.Namespace) -> schema.CacheReport:
         return schema.read(options.source)
 
 
-def _made(options: argparse.Namespace) -> schema.CacheReport:
+def _made(options: argparse.Namespace, slices: UntilPressed) -> schema.CacheReport:
     missing = [name for name in SOURCES if not getattr(options, name)]
     if missing:
         raise console.UserError(
@@ -85,7 +89,7 @@ def _made(options: argparse.Namespace) -> schema.CacheReport:
         options.steps,
         sample,
     )
-    return collect(plan, plain, candidates, text, console.bar)
+    return collect(plan, plain, candidates, text, slices, slices.whole)
 
 
 def _contexts(options: argparse.Namespace, config: LlamaConfig) -> tuple[int, ...]:

@@ -1,10 +1,8 @@
-"""A model that chats, and a process that Ctrl-C interrupts."""
+"""A model that chats."""
 
 import json
 import pathlib
 import shutil
-import signal
-from collections.abc import Iterator
 
 import pytest
 
@@ -19,11 +17,3 @@ def talker(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> pat
     path = directory / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": CHAT_TEMPLATE}))
     return directory
-
-
-@pytest.fixture
-def sigint() -> Iterator[None]:
-    """Let SIGINT interrupt this process. In a shell's background job it is ignored."""
-    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, previous)

@@ -75,3 +75,31 @@ def test_a_reading_that_is_not_finite_has_a_status_of_its_own(broken, request_of
     monkeypatch.setattr("kvq_tools.cli.protocol_evaluation.measure", measured)
     code, _, err = run(*request_of())
     assert (code, "not finite (nan or inf) with int4:sink=1,recent=0, int2" in err) == (3, True)
+
+
+@pytest.mark.parametrize(
+    ("loop", "item", "complete"),
+    [
+        (f"{WORDS['prompt']}, once more", 0, {"prompt": 8}),
+        (WORDS["prompt"], 0, {}),
+        (WORDS["decoded"], 0, {"prompt": 8}),
+        (WORDS["decoded"], 4, {"prompt": 8, "decoded": 2}),
+    ],
+)
+def test_ctrl_c_shows_the_windows_that_were_read(
+    request_of, run, monkeypatch, press_in, loop, item, complete
+):
+    monkeypatch.setattr("kvq_tools.evaluation.protocol.BATCH", 1)
+    press_in(loop, item)
+    code, out, err = run(*request_of("--json"))
+    shown = json.loads(out)
+    assert code == 130
+    if not complete:
+        assert shown["error"] == "interrupted"
+        return
+    assert err.endswith("interrupted: the numbers are of the windows that were read by then\n")
+    assert list(shown["verdicts"]) == list(complete)
+    for cache in shown["caches"]:
+        numbers = {reading: cache[reading] for reading in READINGS if reading in cache}
+        assert {reading: len(one["window_kl"]) for reading, one in numbers.items()} == complete
+        assert all(one["kl"] > 0 for one in numbers.values())

@@ -196,3 +196,18 @@ def test_a_cache_that_forgets_fails_and_the_exact_one_remembers(run_json, tmp_pa
         {"cache": one["name"]} | answer for one in found["caches"] for answer in one["answers"]
     ]
     assert sorted(written, key=str) == sorted(shown, key=str)
+
+
+@pytest.mark.parametrize(
+    ("loop", "caches", "samples"), [("dense", 1, 2), ("int4", 1, 4), ("int8", 2, 4)]
+)
+def test_ctrl_c_shows_the_scores_that_compare(run, press_in, loop, caches, samples):
+    press_in(loop, 1)
+    named = ["--cache=dense", "--cache=int4", "--cache=int8"]
+    sizes = ["--lengths=256", "--depths=0.2,0.6", "--limit=2", "--batch=2"]
+    code, out, err = run("passkey", EMBEDDED, *named, *sizes, "--json")
+    shown = json.loads(out)
+    assert code == 130
+    assert err.endswith(f"the scores are of {caches} of 3 caches and {samples} of 4 samples\n")
+    assert [len(cache["answers"]) for cache in shown["caches"]] == [samples] * caches
+    assert shown["samples"] == samples

@@ -20,6 +20,7 @@ from tests.kvq_tools.cli.test_cli_errors import assert_one_line_error
 from tests.kvq_tools.report.small_report import (
     CACHES,
     CONTEXT,
+    RUN,
     SAMPLE,
     STEPS,
     STRIDE,
@@ -157,3 +158,20 @@ def test_json_tells_what_was_written(made, shallow, tmp_path, run_json, report):
         f"--mode fake --limit 64 --buckets 4 --steps {STEPS} --sample {SAMPLE} --contexts {CONTEXT}"
         in found["command"]
     )
+
+
+@pytest.mark.parametrize(
+    ("loop", "item", "whole"),
+    [("evaluating", 1, False), ("comparing", 0, True), ("timing", 1, True)],
+)
+def test_ctrl_c_writes_what_was_complete(made, shallow, run, press_in, tmp_path, loop, item, whole):
+    press_in(loop, item)
+    sizes = ("--batch", 1, "--contexts", "8,16", "--steps", STEPS, "--sample", SAMPLE)
+    asked = ("--text", made / "text.txt", "--cache", CACHES[0], *RUN, *sizes, "--out", tmp_path)
+    code, _, err = run("report", shallow, *asked)
+    assert code == 130
+    assert "interrupted: the numbers are of the windows that were read by then" in err
+    written = schema.read(tmp_path / "report.json")
+    assert (tmp_path / "index.html").exists()
+    assert (written.text.scored == schema.read(made / "report.json").text.scored) is whole
+    assert (written.speed and written.speed.contexts) == ((8,) if loop == "timing" else None)
