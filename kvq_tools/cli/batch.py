@@ -287,10 +287,11 @@ def _write(out: BinaryIO, item: PromptLine, ids: list[int], reason: str, text: s
 def _in_words(done: dict[str, Any], cache: str) -> str:
     before = f", {done['answered_before']} were there" if done["answered_before"] else ""
     if not done["answered"]:
-        return f"[{done['prompts']} prompts{before}; nothing to do]"
+        return f"[{console.counted(done['prompts'], 'prompts')}{before}; nothing to do]"
     return (
-        f"[{done['answered']} of {done['prompts']} prompts answered{before}; {done['new_tokens']}"
-        f" new tokens in {done['seconds']:.1f} s, {done['tokens_per_second'] or 0:.1f} tokens/s;"
-        f" {done['slots']} slot{'s' * (done['slots'] > 1)} of {done['capacity']} tokens"
+        f"[{done['answered']} of {done['prompts']} prompts answered{before};"
+        f" {console.counted(done['new_tokens'], 'new tokens')} in"
+        f" {done['seconds']:.1f} s, {done['tokens_per_second'] or 0:.1f} tokens/s;"
+        f" {console.counted(done['slots'], 'slots')} of {done['capacity']} tokens"
         f" with {cache}, {console.format_bytes(done['cache_bytes'])}; {done['out']}]"
     )

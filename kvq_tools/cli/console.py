@@ -156,6 +156,11 @@ def format_bytes(size: int) -> str:
     return f"{value:.2f} {_UNITS[unit]}" if unit else f"{size} B"
 
 
+def counted(number: int, things: str) -> str:
+    """Return a number of things in words: "2 tokens", and "1 token"."""
+    return f"{number} {things.removesuffix('s') if number == 1 else things}"
+
+
 @contextmanager
 def loading(model: str) -> Iterator[None]:
     """Show that a model is loaded, as one line on stderr. A terminal's line makes room for the bar
@@ -184,7 +189,7 @@ def progress(
     no terminal. `share` returns which part of them is read so far, from 0 (also if that is unknown)
     to 1.
     """
-    message = printable(message) + ("" if tokens is None else f", {tokens} tokens")
+    message = printable(message) + ("" if tokens is None else f", {counted(tokens, 'tokens')}")
     started, done, terminal = time.perf_counter(), threading.Event(), sys.stderr.isatty()
     line = None
     if terminal:

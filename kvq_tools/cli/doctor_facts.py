@@ -14,7 +14,7 @@ from kvq_models.calibration.needs import needs
 from kvq_models.llama import checkpoint
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.named_models.names import located
-from kvq_tools.cli.console import input_errors
+from kvq_tools.cli.console import counted, input_errors
 
 BIAS_NAME = "model.layers.{}.self_attn.k_proj.bias"
 
@@ -161,7 +161,7 @@ def calibration_state(
     )
     origin = calibration.origin
     words = (
-        f"{compared}: {origin.samples} samples of {origin.length} tokens of {origin.text}, seed"
-        f" {origin.seed}, {origin.dtype}"
+        f"{compared}: {counted(origin.samples, 'samples')} of {origin.length} tokens of"
+        f" {origin.text}, seed {origin.seed}, {origin.dtype}"
     )
     return words, []

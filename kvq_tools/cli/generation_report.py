@@ -12,7 +12,7 @@ from kvq_models.inference import decoding
 from kvq_models.inference.sampling import Sampling
 from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli import cache_sizes, sampling_options
-from kvq_tools.cli.console import format_bytes
+from kvq_tools.cli.console import counted, format_bytes
 from kvq_tools.cli.timed import TimedGeneration
 
 _END = {"ended": ", the last one the end token", "max-new-tokens": ""}
@@ -89,10 +89,10 @@ def footer(facts: dict[str, Any], cache: str, weights: str) -> str:
         f"[cache {cache}: {format_bytes(facts['cache_bytes'])} for {facts['capacity']}"
         f" tokens, bf16 {format_bytes(facts['bf16_bytes'])}, ratio {facts['ratio']:.2f},"
         f" {facts['bits_per_element']:.2f} bits per element; {facts['quantized_tokens']} of {live}"
-        f" tokens quantized; {sparse}{_prompt(facts)} + {facts['new_tokens']} new tokens{drafted}"
-        f"{_END[facts['finish']]}; {_sampled(facts['sampling'])}; weights"
-        f" {weights}, full-precision rows {facts['rows_dtype']}; prefill"
-        f" {facts['prefill_seconds']:.3f} s, decode {facts['decode_seconds']:.3f} s,"
+        f" tokens quantized; {sparse}{_prompt(facts)} +"
+        f" {counted(facts['new_tokens'], 'new tokens')}{drafted}{_END[facts['finish']]};"
+        f" {_sampled(facts['sampling'])}; weights {weights}, full-precision rows"
+        f" {facts['rows_dtype']}; prefill {facts['prefill_seconds']:.3f} s, decode {facts['decode_seconds']:.3f} s,"
         f" {facts['tokens_per_second']:.1f} tokens/s (compilation,"
         f" {facts['compile_seconds']:.1f} s, not counted); implementation"
         f" {facts['implementation']}{because}{split}; layers skipped:"

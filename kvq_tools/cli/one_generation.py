@@ -26,7 +26,7 @@ from kvq_tools.cli import (
     sampling_options,
     text_input,
 )
-from kvq_tools.cli.console import UserError, check_finite, print_json, progress
+from kvq_tools.cli.console import UserError, check_finite, counted, print_json, progress
 from kvq_tools.cli.continuation import Continuation
 from kvq_tools.cli.handover import SavedPrompt
 from kvq_tools.cli.reading import reading
@@ -129,8 +129,9 @@ def _prompt(
     tokenizer, known, prompt = one_prompt.read_question(options, config, saved)
     need = len(prompt) + options.max_new_tokens
     if need > saved.layout.capacity:
+        new = counted(options.max_new_tokens, "new tokens")
         raise UserError(
-            f"{len(prompt)} prompt + {options.max_new_tokens} new tokens are {need}, and the cache"
+            f"{len(prompt)} prompt + {new} are {need}, and the cache"
             f" in {options.saved!r} has room for {saved.layout.capacity}: give kvq prefill a"
             " --capacity, or --max-new-tokens here"
         )
@@ -140,10 +141,8 @@ def _prompt(
 def _capacity(options: argparse.Namespace, config: LlamaConfig, prompt: int) -> int:
     need = prompt + options.max_new_tokens
     if options.capacity is not None and options.capacity < need:
-        raise UserError(
-            f"{prompt} prompt + {options.max_new_tokens} new tokens are {need}, over --capacity"
-            f" {options.capacity}"
-        )
+        new = counted(options.max_new_tokens, "new tokens")
+        raise UserError(f"{prompt} prompt + {new} are {need}, over --capacity {options.capacity}")
     inputs.warn_beyond(need, config)
     if options.capacity is None:
         return inputs.round_up(need, CAPACITY_STEP)

@@ -91,10 +91,11 @@ def _print(result: dict[str, Any]) -> None:
     ]
     print_table(f"{result['file']}: parameters fitted for {result['cache']}", rows, texts=None)
     print_line(
-        f"[{result['file']}: {console.format_bytes(result['bytes'])}; {result['samples']} samples"
-        f" of {result['length']} tokens out of {result['text_tokens']} of {result['text']}, seed"
-        f" {result['seed']}, {result['dtype']}; the model's loss on them {result['loss']:.3f} nats"
-        f" per token; {result['seconds']:.1f} s]"
+        f"[{result['file']}: {console.format_bytes(result['bytes'])};"
+        f" {console.counted(result['samples'], 'samples')} of {result['length']} tokens out of"
+        f" {result['text_tokens']} of {result['text']}, seed {result['seed']},"
+        f" {result['dtype']}; the model's loss on them {result['loss']:.3f} nats per"
+        f" token; {result['seconds']:.1f} s]"
     )
     print_line(
         f"use it: kvq generate {result['model']} --prompt P --cache '{result['cache']}'"

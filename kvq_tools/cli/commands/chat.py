@@ -158,8 +158,8 @@ def _turn(
     again = len(conversation.ids) - turn.kept
     if again and conversation.begun:
         console.warn(
-            f"the chat template rewrites earlier turns: the last {again} tokens of the cache are"
-            " dropped and read again"
+            "the chat template rewrites earlier turns: the cache drops"
+            f" {console.counted(again, 'tokens')} at its end and reads the new text"
         )
     continuation = Continuation(
         tokenizer, [*conversation.ids[: turn.kept], *turn.tokens], conversation.end_ids

@@ -231,7 +231,7 @@ def _agreement(row: dict[str, Any], new_tokens: int) -> str:
         return "continues"
     if same == new_tokens:
         return "continues as dense does, token for token"
-    return f"continues as dense does for {same} tokens, then differently"
+    return f"continues as dense does for {console.counted(same, 'tokens')}, then differently"
 
 
 def _paragraph(text: str) -> str:

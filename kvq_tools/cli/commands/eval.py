@@ -12,7 +12,7 @@ from kvq_jax.cache.size import COMPARED_BATCHES
 from kvq_models.inference.memory import CACHE_DTYPE
 from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli import cache_sizes, mesh, protocol_evaluation, text_evaluation
-from kvq_tools.cli.console import UserError, check_finite, format_bytes, print_json
+from kvq_tools.cli.console import UserError, check_finite, counted, format_bytes, print_json
 from kvq_tools.cli.model_loading import load_model, prepared
 from kvq_tools.cli.tables import print_table
 from kvq_tools.cli.until_pressed import OF_READ_WINDOWS, UntilPressed, first_batch
@@ -175,8 +175,9 @@ def _predictions(numbers: dict[str, Any]) -> dict[str, str]:
 
 def _detail(result: dict[str, Any]) -> str:
     if result["mode"] == "chunked":
-        return f" ({result['chunk']} tokens at a time)"
-    return f" (after a prompt of {result['prompt']} tokens)" if result["prompt"] else ""
+        return f" ({counted(result['chunk'], 'tokens')} at a time)"
+    prompt = result["prompt"]
+    return f" (after a prompt of {counted(prompt, 'tokens')})" if prompt else ""
 
 
 def _print_positions(result: dict[str, Any]) -> None:

@@ -70,6 +70,6 @@ def run(options: argparse.Namespace) -> None:
         return
     print_line(
         f"[{out}: {console.format_bytes(result['bytes'])}, the cache {options.cache.text} of"
-        f" {len(prompt)} prompt tokens, {result['quantized_tokens']} of them quantized, with room"
-        f" for {capacity}; read in {seconds:.3f} s]"
+        f" {console.counted(len(prompt), 'prompt tokens')}, {result['quantized_tokens']} of them"
+        f" quantized, with room for {capacity}; read in {seconds:.3f} s]"
     )

@@ -19,7 +19,7 @@ from kvq_models.inference.engine.prefix_folder import PrefixFolder
 from kvq_models.inference.engine.prefixes import PrefixStore
 from kvq_models.inference.engine.requests import Reason
 from kvq_tools.cli import engines, inputs, interruption, mesh, sampling_options, text_input
-from kvq_tools.cli.console import UserError, format_bytes, input_errors, print_json
+from kvq_tools.cli.console import UserError, counted, format_bytes, input_errors, print_json
 from kvq_tools.cli.tables import print_line
 from kvq_tools.serving import heaps
 from kvq_tools.serving.sockets import bound_socket
@@ -131,7 +131,8 @@ def footer(tokens: int, ended: Mapping[Reason, int]) -> str:
     """Return the last line: whole answers, and how many requests ended otherwise."""
     answers = sum(ended.get(reason, 0) for reason in WHOLE)
     others = [f", {n} {reason}" for reason, n in ended.items() if reason not in WHOLE and n]
-    return f"[{tokens} tokens in {answers} answers{''.join(others)}; stopped]"
+    drawn = f"{counted(tokens, 'tokens')} in {counted(answers, 'answers')}"
+    return f"[{drawn}{''.join(others)}; stopped]"
 
 
 def _checked_keys(options: argparse.Namespace) -> list[str]:
@@ -200,8 +201,8 @@ def _print(options: argparse.Namespace, server: dict[str, Any]) -> None:
         return
     split = f" on a mesh of {server['mesh']}" if server["mesh"] else ""
     print_line(
-        f"[serving {server['name']} at {server['url']}/v1: {server['slots']}"
-        f" slot{'s' * (server['slots'] > 1)} of {server['capacity']} tokens with"
+        f"[serving {server['name']} at {server['url']}/v1:"
+        f" {counted(server['slots'], 'slots')} of {server['capacity']} tokens with"
         f" {options.cache.text}, {format_bytes(server['cache_bytes'])}{split}; up to"
         f" {server['queue']} more wait; /health is ok once programs are compiled, and requests"
         " wait until then]"

@@ -22,6 +22,7 @@ def test_the_last_line_counts_whole_answers_and_names_the_others():
     ended: dict[Reason, int] = {"length": 2, "cancelled": 3, "ended": 1, "failed": 0}
     line = serve.footer(70, ended)
     assert line == "[70 tokens in 3 answers, 3 cancelled; stopped]"
+    assert serve.footer(1, {"ended": 1}) == "[1 token in 1 answer; stopped]"
 
 
 @pytest.fixture

@@ -160,3 +160,10 @@ def test_an_answer_that_ends_at_once_advises_the_chat_template(capsys, change, a
     one_generation.advise_chat(options, tokenizer, saved, given)
     said = f"kvq: the model ended at once; it was trained on chats: {advice}\n"
     assert capsys.readouterr() == ("", said if advice else "")
+
+
+def test_one_token_is_no_plural(run, model):
+    words = ("--prompt-ids", 1, "--max-new-tokens", 1)
+    _, out, err = run("generate", model, *words)
+    assert "reading the prompt, 1 token ..." in err
+    assert "1 prompt + 1 new token;" in out
