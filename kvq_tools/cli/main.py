@@ -72,6 +72,9 @@ class _Parser(argparse.ArgumentParser):
     """An argparse parser that reports a bad command line in one line, like any other error."""
 
     def error(self, message: str) -> NoReturn:
+        if message.endswith("expected one argument"):  # argparse takes -1bits for an option
+            name = message.split()[1].rstrip(":")
+            message += f"; one that begins with - needs an =, as in {name}=-1"
         raise console.UserError(f"{message} (see {self.prog} --help)")
 
 

@@ -26,7 +26,7 @@ def checked_sampling(options: argparse.Namespace, model: Sampling = GREEDY) -> S
     left out.
 
     An option that only makes sense with sampling implies temperature 1 if the model is greedy, and
-    is refused with temperature 0.
+    is refused with temperature 0. So is a seed, which implies nothing.
     """
     names = ("top_k", "top_p", "min_p")
     filters = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
@@ -38,6 +38,12 @@ def checked_sampling(options: argparse.Namespace, model: Sampling = GREEDY) -> S
         raise UserError(
             f"--{sampled[0].replace('_', '-')} has no effect at --temperature 0, which is greedy:"
             " leave out one of them"
+        )
+    of_lines = getattr(options, "prompts", None) is not None  # which may ask for sampling
+    if options.seed and not temperature and not of_lines:
+        raise UserError(
+            f"--seed {options.seed} has no effect on greedy decoding: give a --temperature above 0,"
+            " or leave it out"
         )
     base = model if temperature else GREEDY
     sampling = dataclasses.replace(base, temperature=temperature, **filters)

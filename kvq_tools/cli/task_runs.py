@@ -47,6 +47,10 @@ def generated(
     the remedy if none is left, or if a length that was asked for is too short.
     """
     most = min(config.positions, MOST_LENGTH)
+    if beyond := [n for n in options.lengths or () if n > config.positions]:
+        raise console.UserError(
+            f"--lengths {beyond[0]} is beyond the {config.positions} positions of the model"
+        )
     samples, short, needed = [], [], 0
     for length in options.lengths or (most // 4, most // 2, most):
         try:
@@ -245,9 +249,9 @@ def _print(result: dict[str, Any]) -> None:
         print(f"{name}: {rule}".replace("\n", "\\n"))
     first = result["caches"][0]
     title = (
-        f"\n{result['model']}: {result['task']}, {result['samples']} samples with prompts of"
-        f" {result['prompt_tokens'][0]} to {result['prompt_tokens'][1]} tokens; scores in percent;"
-        f" bytes at {first['capacity']} tokens; {result['dtype']}"
+        f"\n{result['model']}: {result['task']}, {console.counted(result['samples'], 'samples')}"
+        f" with prompts of {result['prompt_tokens'][0]} to {result['prompt_tokens'][1]} tokens;"
+        f" scores in percent; bytes at {first['capacity']} tokens; {result['dtype']}"
     )
     rows = [
         {"cache": c["name"]}

@@ -76,7 +76,7 @@ def check_text(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise UserError(f"the prompt is not UTF-8 text: {error}") from error
+        raise UserError(f"the prompt is not UTF-8 text; convert it to UTF-8: {error}") from error
 
 
 def render_chat(tokenizer: Any, messages: list[dict[str, str]]) -> str:
