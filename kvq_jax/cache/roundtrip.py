@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from kvq_jax.cache.cache import CacheDims
 from kvq_jax.cache.call_layout import Layout, tokens_of
 from kvq_jax.cache.spec import CacheSpec, parse
-from kvq_jax.codecs.codec import TokensAt
+from kvq_jax.codecs.codec import MissingInputError, TokensAt
 from kvq_jax.layer import cross_layer
 from kvq_jax.layer.attention import PLAIN, Attention
 from kvq_jax.layer.plan import LayerPlan, by_side
@@ -118,8 +118,9 @@ def roundtrip(
         (k_hat, v_hat), fp32, in the shape of k.
 
     Raises:
-        ValueError: if a method reads queries and q is None, shapes do not fit each other, the
-            layout is unknown, or the spec treats layers differently and `layer` is None.
+        ValueError: if the method needs more than that, or reads queries and q is None, shapes do
+            not fit each other, the layout is unknown, or the spec treats layers differently and
+            `layer` is None.
     """
     tokens_of("k", k, layout)
     _check_like_k(k, v, q, layout)
@@ -136,7 +137,12 @@ def roundtrip(
     positions = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), (batch, tokens))
     valid, queries = jnp.ones((batch, tokens), bool), k if q is None else q
     inputs = LayerInputs(None, None, queries, None, k, v, positions, valid, None)
-    return roundtrip_layer(spec, inputs, layer=layer or 0)[:2]
+    try:
+        return roundtrip_layer(spec, inputs, layer=layer or 0)[:2]
+    except MissingInputError as error:
+        raise ValueError(
+            f"{error}; kvq.cache.roundtrip_layer takes it, and the layer's parameters"
+        ) from error
 
 
 def _names_layers(spec: CacheSpec) -> bool:

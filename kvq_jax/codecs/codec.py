@@ -168,12 +168,16 @@ def _plain_fields(value: Any) -> dict[str, Any]:
     return plain
 
 
+class MissingInputError(ValueError):
+    """A method reads an input of the layer that the caller did not supply."""
+
+
 def side_rows(inputs: LayerInputs, side: Side, pre_rope: bool = False) -> RowsBKTH:
-    """Return the rows that a method keeps for a side. Raises ValueError, naming them, if the caller
-    did not supply them."""
+    """Return the rows that a method keeps for a side. Raises MissingInputError, naming them, if
+    the caller did not supply them."""
     rows = inputs.v if side == "v" else inputs.k_pre if pre_rope else inputs.k_rot
     if rows is None:
-        raise ValueError("this method caches keys before RoPE and needs k_pre: it is None")
+        raise MissingInputError("this method caches keys before RoPE and needs k_pre: it is None")
     return rows
 
 

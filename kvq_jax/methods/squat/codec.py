@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from kvq_jax.arrays import uniform
 from kvq_jax.arrays.grouped_array import GroupedArray
 from kvq_jax.arrays.packing import pack
-from kvq_jax.codecs.codec import TokensAt
+from kvq_jax.codecs.codec import MissingInputError, TokensAt
 from kvq_jax.codecs.facts import Facts
 from kvq_jax.codecs.grouped import GroupedCodec
 from kvq_jax.codecs.kernels import Kernels, by_xla
@@ -97,7 +97,7 @@ class SquatCodec(GroupedCodec):
                 if self.ahead
                 else "queries=before_rope needs q_pre"
             )
-            raise ValueError(f"{option}, not None")
+            raise MissingInputError(f"{option}, not None")
         counted = inputs.valid
         if self.shared:
             row = jnp.argmax(counted[:, 0] & (inputs.positions[:, 0] == 0))

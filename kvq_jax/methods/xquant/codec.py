@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvq_jax.arrays.stored import BodySpec
-from kvq_jax.codecs.codec import Codec, Side, TokensAt
+from kvq_jax.codecs.codec import Codec, MissingInputError, Side, TokensAt
 from kvq_jax.codecs.dots import dot_rows
 from kvq_jax.codecs.facts import CrossLayer, Facts
 from kvq_jax.codecs.kernels import Kernels, unserved
@@ -343,5 +343,7 @@ class XCrossLayerCodec(_XRows):
 
 def _required(rows: Float[Array, "B T D"] | None, name: str) -> Float[Array, "B T D"]:
     if rows is None:
-        raise ValueError(f"this method caches the layer's input and needs {name}: it is None")
+        raise MissingInputError(
+            f"this method caches the layer's input and needs {name}: it is None"
+        )
     return rows
