@@ -179,6 +179,7 @@ class ChatFields(Common):
     template reads, such as Qwen3's enable_thinking."""
 
     messages: Annotated[list[Message], FAIL_FAST, Field(min_length=1)]
+    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None  # 0 would answer nothing
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES)] | None = None

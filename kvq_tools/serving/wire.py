@@ -78,11 +78,12 @@ class CompletionWire(_Wire):
 
     def _choice(self, index: int, pieces: list[AnswerPiece]) -> CompletionChoice:
         tokens = [token for piece in pieces for token in piece.tokens]
-        # a chunk has no finish reason yet, and a prompt's first token no log-probability
+        # a chunk may have no tokens, or no finish reason yet
+        shown = self._alternatives is not None and tokens
         return CompletionChoice.construct(
             index=index,
             text="".join(piece.text for piece in pieces),
-            logprobs=None if self._alternatives is None else self._logprobs(tokens),
+            logprobs=self._logprobs(tokens) if shown else None,
             finish_reason=pieces[-1].finish,
         )
 
@@ -120,9 +121,8 @@ class ChatWire(_Wire):
 
     def chunk(self, piece: AnswerPiece) -> dict[str, Any]:
         delta = ChoiceDelta(content=piece.text) if piece.text or piece.tokens else ChoiceDelta()
-        logprobs = (
-            ChunkLogprobs(content=self._content(list(piece.tokens))) if self._logprobs else None
-        )
+        shown = self._logprobs and piece.tokens
+        logprobs = ChunkLogprobs(content=self._content(list(piece.tokens))) if shown else None
         choice = ChunkChoice.construct(
             index=piece.index, delta=delta, logprobs=logprobs, finish_reason=piece.finish
         )

@@ -173,6 +173,7 @@ def test_a_streamed_chat_with_log_probabilities(client: openai.OpenAI):
     roles, text, content, reasons = [], "", [], []
     for chunk in client.chat.completions.create(**asked, stream=True):
         (choice,) = chunk.choices
+        assert choice.logprobs is None or choice.logprobs.content, "null, as OpenAI's"
         roles.append(choice.delta.role)
         text += choice.delta.content or ""
         content += choice.logprobs.content if choice.logprobs else []
