@@ -38,13 +38,9 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     path = Path(os.path.realpath(path))
     with _unfinished(path) as folder:
         content = folder / CONTENT
-        try:
+        with _named_as(path, content):
             yield content
             _sync(content)
-        except OSError as error:
-            if error.filename == str(content):
-                error.filename = str(path)  # the name that the caller knows
-            raise
         os.replace(content, path)
         _sync(path.parent)
 
@@ -70,7 +66,8 @@ def replacing_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
     with _unfinished(path) as folder:
         content = folder / CONTENT
         content.mkdir()
-        yield content
+        with _named_as(path, content):
+            yield content
         for place, _, files in os.walk(content):
             for name in files:
                 _sync(Path(place, name))
@@ -80,6 +77,20 @@ def replacing_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
         else:
             os.rename(content, path)
         _sync(path.parent)
+
+
+@contextlib.contextmanager
+def _named_as(path: Path, content: Path) -> Iterator[None]:
+    """Give errors about the temporary content, or about no file, the name that the caller knows.
+    Python's errors of a write name no file."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.filename = str(path)
+        elif isinstance(error.filename, str) and error.filename.startswith(str(content)):
+            error.filename = str(path) + error.filename.removeprefix(str(content))
+        raise
 
 
 def delete_directory(path: str | os.PathLike[str]) -> None:
