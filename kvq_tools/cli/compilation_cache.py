@@ -49,12 +49,22 @@ def begin() -> None:
             " it"
         )
         return
+    _delete_cut_entries()
     jax.config.update("jax_compilation_cache_max_size", MOST_BYTES)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", SHORTEST)
     jax.config.update("jax_compilation_cache_dir", str(folder()))
     if warnings.showwarning is not _replace_damaged:
         _replace_damaged.shown = warnings.showwarning
         warnings.showwarning = _replace_damaged
+
+
+def _delete_cut_entries() -> None:
+    """Delete programs that a full disk cut off. They have no time of use, for want of which JAX
+    would keep no program any more."""
+    names = set(os.listdir(folder()))
+    for name in names:
+        if name.endswith("-cache") and f"{name.removesuffix('-cache')}-atime" not in names:
+            (folder() / name).unlink(missing_ok=True)
 
 
 def _is_of_this_user(directory: Path) -> bool:
@@ -66,8 +76,9 @@ def _is_of_this_user(directory: Path) -> bool:
 
 
 class _DamagedEntries:
-    """Show a warning. If it says that JAX cannot read a program, delete that program, so that the
-    one that is compiled in its place is kept: JAX never overwrites one."""
+    """Show a warning. If it says that JAX cannot read a program, say so in one line, and delete
+    that program, so that the one that is compiled in its place is kept: JAX never overwrites
+    one."""
 
     shown: Callable[..., None]
 
@@ -81,6 +92,8 @@ class _DamagedEntries:
             if newest is not None:
                 name = newest.name.removesuffix("-atime")
                 newest.with_name(f"{name}-cache").unlink(missing_ok=True)
+            warn("a compiled program that was kept is damaged, and is compiled anew")
+            return
         self.shown(message, *details)
 
 

@@ -51,7 +51,7 @@ def test_programs_are_kept_in_the_users_cache_folder_up_to_a_bound(
 
 
 def test_a_damaged_program_is_replaced(
-    no_cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+    no_cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr(compilation_cache, "SHORTEST", 0.0)
     monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
@@ -71,8 +71,23 @@ def test_a_damaged_program_is_replaced(
     again = compiled()
     assert set(again) == set(kept)
     assert b"damaged" not in again.values(), "a damaged program is found in every run"
-    assert any("Error reading persistent" in str(one.message) for one in recwarn)
+    line = "kvq: warning: a compiled program that was kept is damaged, and is compiled anew\n"
+    assert capsys.readouterr().err == line * len(kept)
     assert compiled() == again
+
+
+def test_a_program_that_a_full_disk_cut_off_does_not_keep_others_out(
+    no_cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(compilation_cache, "SHORTEST", 0.0)
+    folder = compilation_cache.folder()
+    folder.mkdir(parents=True)
+    folder.chmod(0o700)
+    (folder / "jit_cut-0-cache").write_bytes(b"cut")  # and no jit_cut-0-atime
+    compilation_cache.begin()
+    jax.jit(lambda x: jnp.sin(x) * 5.25)(jnp.ones(7)).block_until_ready()
+    assert list(folder.glob("*-cache"))
+    assert not (folder / "jit_cut-0-cache").exists()
 
 
 def test_a_cache_that_the_user_chose_stays(no_cache: pathlib.Path):
