@@ -13,7 +13,7 @@ import pytest
 import kvq_jax as kvq
 from kvq_models.llama.gguf_tokenizer import core_of, tokenizer_of
 from kvq_tools.cli import inputs, one_generation, text_input
-from kvq_tools.cli.console import UserError
+from kvq_tools.cli.console import UserError, counted
 from kvq_tools.cli.continuation import Continuation
 from kvq_tools.cli.opening import Opening
 from kvq_tools.cli.planned import NamedCache
@@ -47,8 +47,8 @@ def test_the_end_token_is_a_token_and_no_text(model, tmp_path, run, run_json):
     text, footer = out.removesuffix("\n").rsplit("\n", 1)
     assert text == "".join(c for c in ended["text"] if c.isprintable() or c in "\n\t")
     assert (
-        f"{position + 1} new tokens, the last one the end token; greedy; weights float32,"
-        " full-precision rows float32" in footer
+        f"{counted(position + 1, 'new tokens')}, the last one the end token; greedy; weights"
+        " float32, full-precision rows float32" in footer
     )
 
 
