@@ -181,22 +181,35 @@ static Output run(Call call, AttendSpan kernel, int helpers) {
   return out;
 }
 
+// The kernels to compare with the baseline: the best one, and where that is AVX-512's, AVX2's, too.
+static std::vector<AttendSpan> kernels() {
+  std::vector<AttendSpan> found{best_kernels().attend_span};
+#if defined(__x86_64__)
+  if (!std::strcmp(best_kernels().name, "avx512")) found.push_back(attend_span_avx2);
+#endif
+  return found;
+}
+
 // Return 0 if the kernels agree about this call, and the number of threads changes nothing.
 static int compare(const Call& call, const char* name) {
-  const Output one = run(call, attend_span_baseline, 0), many = run(call, attend_span_baseline, 3),
-               best = run(call, best_kernels().attend_span, 2);
-  double difference = 0, size = 0;
-  for (size_t i = 0; i < one.o.size(); i++) {
-    difference += std::pow(double(best.o[i]) - one.o[i], 2);
-    size += std::pow(double(one.o[i]), 2);
+  const Output one = run(call, attend_span_baseline, 0), many = run(call, attend_span_baseline, 3);
+  double size = 0, worst = 0;
+  for (float x : one.o) size += std::pow(double(x), 2);
+  bool close = size > 0;
+  for (AttendSpan kernel : kernels()) {
+    const Output other = run(call, kernel, 2);
+    double difference = 0;
+    for (size_t i = 0; i < one.o.size(); i++)
+      difference += std::pow(double(other.o[i]) - one.o[i], 2);
+    close &= difference <= 1e-10 * size, worst = std::fmax(worst, difference);
   }
   const bool same = !std::memcmp(one.o.data(), many.o.data(), 4 * one.o.size()) &&
                     !std::memcmp(one.l.data(), many.l.data(), 4 * one.l.size());
-  if (same && size > 0 && difference <= 1e-10 * size) return 0;
+  if (same && close) return 0;
   const Body& k = call.keys.body;
   std::printf("%s, form %d, %d bits, %d channels, %d rows: %s, difference %g of %g\n", name,
               int(k.form), int(k.bits), int(k.channels), int(call.rows),
-              same ? "threads agree" : "threads differ", difference, size);
+              same ? "threads agree" : "threads differ", worst, size);
   return 1;
 }
 
@@ -281,8 +294,8 @@ int main(int count, char** arguments) {
             v.affine = kChannels, v.group = 1, v.heads = 1, v.centre = -1;
             k.heads = 1, k.group = channels / 4;
           }
-          failures += check(k, v, block * (rows == 4 && channels == 64 ? 100 : 5), rows,
-                            rows == 6 ? 3 : 1, block);
+          const bool many = rows == 4 && channels == 64 && bits == 3;  // tokens, in many tasks
+          failures += check(k, v, block * (many ? 100 : 5), rows, rows == 6 ? 3 : 1, block);
           checked++;
         }
   for (int64_t channels : {8, 64, 80})
