@@ -32,17 +32,23 @@ def tokens_with_sinks(seed: int = 0) -> WithSinks:
     return WithSinks(*(getattr(plain, field.name) for field in dataclasses.fields(plain)))
 
 
-def empty(
-    spec: str, attention: Attention = SPECIAL, slack: int = STEP
-) -> tuple[LayerPlan, LayerState]:
-    """Return a layer of a new cache with this attention. It has no sink, as windowed layers. With a
+def windowed_plan(spec: str, attention: Attention = SPECIAL, slack: int = STEP) -> LayerPlan:
+    """Return the plan of a layer with this attention. It has no sink, as windowed layers. With a
     slack beyond the capacity, a windowed layer's body does not wrap around."""
     dims = dataclasses.replace(DIMS, attention=(attention,) * DIMS.num_hidden_layers)
     without_sink = dataclasses.replace(kvq.parse(spec), sink=0)
-    plan = kvq.init_cache(without_sink, dims, 8, CAPACITY, "float32").plans[-1]
+    plan = kvq.cache.layout(without_sink, dims, 8, CAPACITY, "float32").plans[-1]
     if plan.regions.window is not None:
         plan = dataclasses.replace(plan, regions=dataclasses.replace(plan.regions, slack=slack))
         assert plan.regions.wraps == (slack < CAPACITY)
+    return plan
+
+
+def empty(
+    spec: str, attention: Attention = SPECIAL, slack: int = STEP
+) -> tuple[LayerPlan, LayerState]:
+    """Return a `windowed_plan` and the layer's part of a new cache."""
+    plan = windowed_plan(spec, attention, slack)
     return plan, plan.init(8, "float32")
 
 

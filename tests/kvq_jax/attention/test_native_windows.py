@@ -30,7 +30,13 @@ from tests.kvq_jax.layer_runs import (
     row_errors,
     run,
 )
-from tests.kvq_jax.windowed_runs import SPECIAL, WINDOW, empty, tokens_with_sinks
+from tests.kvq_jax.windowed_runs import (
+    SPECIAL,
+    WINDOW,
+    empty,
+    tokens_with_sinks,
+    windowed_plan,
+)
 from tests.methods_table import METHOD_CASES, MethodCase, cases
 
 if reason := dispatch.no_device("native"):
@@ -40,8 +46,10 @@ if reason := dispatch.no_device("native"):
 def served(case: MethodCase) -> bool:
     if case.spec.startswith(("zipcache", "xquant_cl")):  # windows are refused
         return False
-    plan = empty(case.spec, SPECIAL)[0]
-    return dispatch.unsupported(plan, DIMS.num_attention_heads, 1, "native") is None
+    return (
+        dispatch.unsupported(windowed_plan(case.spec), DIMS.num_attention_heads, 1, "native")
+        is None
+    )
 
 
 SERVED = [case for case in METHOD_CASES if served(case)]
