@@ -97,6 +97,8 @@ xquant_cl2                  3.25        0.2003   xquant_cl:base_layer=0,sink=2,r
 xquant_cl3_x                3.75        0.0853
     xquant_cl:base_layer=0,bits=3,latent=false,recent=5,block=8
 xquant_cl_base              6.0         0.05     xquant_cl:base_layer=1,group_size=16,sink=5
+squat2_rotated_no_bias      3.5         0.5182
+    squat:rank=3,rotate=true,sink=0,recent=12,block=16,subtract_bias=true
 innerq2_no_bias             4.5         0.1929   innerq:sink=4,recent=8,block=16,subtract_bias=true
 kivi3_pre_rope_no_bias      4.5         0.2005
     kivi:bits=3,pre_rope=true,recent=5,block=16,subtract_bias=true
@@ -113,8 +115,6 @@ innerq2_rotated_values      5.5         0.2025
     k=kivi:bits=4+v=innerq:bits=2,rotate=true+cache:sink=0,recent=8,block=16
 kvquant3_rotated            5.58203125  0.0696
     kvquant:bits=3,outliers=0.04,rotate=true,sink=5,block=16
-squat2_rotated_no_bias      3.5         0.5182
-    squat:rank=3,rotate=true,sink=0,recent=12,block=16,subtract_bias=true
 turboquant3                 3.25        0.2732   turboquant:sink=2,recent=3,block=8
 turboquant2_pre_rope        3.5         0.4937
     k=turboquant:bits=2,pre_rope=true,scale_dtype=float32
@@ -162,12 +162,12 @@ EXHAUSTIVE = pytest.mark.exhaustive
 
 def kind(spec: str) -> str:
     """Name the way in which a spec stores tokens: its method without bits, `k` for one on each
-    side, or the option that changes rows. The formats of small floats are one way, and so are
-    groups with a second scale. Rows in a calibrated rotation are stored as int4's are, runs of
-    channels of one width as waterfill's, and squat's keys alike before RoPE and after it."""
-    for option in ("subtract_bias", "rotate"):
-        if option in spec:
-            return option
+    side, or that it wraps another's codec (the first such row does so twice). The formats of small
+    floats are one way, and so are groups with a second scale. Rows in a calibrated rotation are
+    stored as int4's are, runs of channels of one width as waterfill's, and squat's keys alike
+    before RoPE and after it."""
+    if "subtract_bias" in spec or "rotate" in spec:
+        return "wrapped"
     name = re.split("[:=]", spec)[0].rstrip("0123456789")
     alike = {"mxfp": "fp", "nvfp": "fp", "oscar_omni": "kvarn", "block_gtq": "waterfill"}
     alike |= dict.fromkeys(("oscar_spectral", "optr"), "int") | {"squat_pre": "squat"}
