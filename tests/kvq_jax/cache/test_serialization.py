@@ -18,7 +18,7 @@ import kvq_jax as kvq
 from kvq_jax.cache.cache import plans
 from kvq_jax.files.checksum import SHA256, NoChecksum, save_tensors
 from tests.kvq_jax.cache_runs import DIMS, LENGTHS, filled
-from tests.methods_table import MethodCase, cases
+from tests.methods_table import ONE_OF_EACH_LAYER, MethodCase, cases
 
 SPEC = "kivi:sink=2,recent=12,block=16"
 ONE_LINE = r"\A[^\n]*{}[^\n]*\Z"
@@ -34,7 +34,7 @@ def assert_equal(found: kvq.cache.Cache, expected: kvq.cache.Cache) -> None:
         assert np.asarray(one).tobytes() == np.asarray(other).tobytes(), name
 
 
-@cases()
+@cases(usual=(*ONE_OF_EACH_LAYER, "waterfill"))  # arrays of every dtype
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_saved_cache_comes_back_bit_for_bit(case: MethodCase, dtype: str, tmp_path: pathlib.Path):
     cache = filled(case.spec, LENGTHS) if dtype == "float32" else random_cache(case.spec)

@@ -14,7 +14,7 @@ from kvq_jax.cache import verification
 from kvq_jax.cache.verification import _arrays, changes
 from tests.kvq_jax.cache_runs import LENGTHS, filled
 from tests.kvq_jax.layer_runs import CAPACITY, STEP, decode, parameters_of, sequences
-from tests.methods_table import MethodCase, cases
+from tests.methods_table import ONE_OF_EACH_LAYER, MethodCase, cases
 
 
 def grown(cache: kvq.cache.Cache) -> kvq.cache.Cache:
@@ -45,7 +45,7 @@ def flipped(
     return dataclasses.replace(cache, layers=tuple(layers))
 
 
-@cases()
+@cases(usual=ONE_OF_EACH_LAYER)
 def test_what_is_sealed_stays_and_every_flipped_bit_of_it_is_found(
     case: MethodCase, monkeypatch: pytest.MonkeyPatch
 ):
