@@ -59,9 +59,9 @@ def test_drafts_give_the_greedy_tokens(spec: str):
     assert bool(drafted.finite.all())
 
 
-@pytest.mark.parametrize("spec", ["dense", AGEING])
+@pytest.mark.parametrize("spec", some(("dense", AGEING), (AGEING,)))
 def test_more_drafts_than_a_sliding_window_gives_back_are_not_taken(spec: str):
-    config = tiny_config(num_hidden_layers=2, model_type="mistral", sliding_window=24)
+    config = tiny_config(num_hidden_layers=1, model_type="mistral", sliding_window=24)
     llama, drafts = random_llama(config), 2 * SLACK
     plain, drafted = (
         generates(llama, kvq.init_cache(spec, config, 2, 256, "float32"), PROMPTS[:2])
