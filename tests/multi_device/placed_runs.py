@@ -54,7 +54,7 @@ SPECS = (
 # that a matrix product makes; the others run with --exhaustive
 USUAL = (
     *(KIVI, INNERQ, CROSS_LAYER),
-    *(spec for spec in SPECS if any(name in spec for name in ("kvquant", "zipcache", "squat:"))),
+    *(spec for spec in SPECS if any(name in spec for name in ("kvquant", "zipcache", "squat"))),
 )
 # where a matrix product makes what is stored
 PRODUCTS = ("xquant", "squat", "rotate", "kvarn", "block_gtq")
