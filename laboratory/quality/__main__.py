@@ -1,5 +1,4 @@
-"""Measure a model's predictions through the real cache on one text: the papers' tables of quality,
-and plans.
+"""Measure a model's predictions through the real cache on one text: the papers' tables of quality.
 
 Caches that learn are calibrated on samples of another text. With --stressed, tables also run on two
 variants of the model that have the same exact outputs and outliers in keys or in values. If a run

@@ -1,4 +1,4 @@
-"""The suites by name: the papers' tables, and plans."""
+"""The suites by name: the papers' tables."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Callable
 from laboratory.quality.comparison import Suite
 from laboratory.quality.tables.innerq import innerq
 from laboratory.quality.tables.kvquant import kvquant
-from laboratory.quality.tables.plans import plans
 from laboratory.quality.tables.polarquant import polarquant
 from laboratory.quality.tables.squat import squat
 from laboratory.quality.tables.squat_baselines import squat_baselines
@@ -23,4 +22,4 @@ def _with_variants(suite: Callable[[], Suite]) -> Callable[[], Suite]:
 SUITES = {
     suite.__name__: _with_variants(suite)
     for suite in (innerq, kvquant, squat, polarquant, xquant, squat_baselines)
-} | {plans.__name__: plans}
+}
