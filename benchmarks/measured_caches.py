@@ -12,7 +12,7 @@ import re
 
 import kvq_jax as kvq
 from benchmarks import llama_8b
-from benchmarks.protocol import front_page
+from benchmarks.protocol import front_page, made_plans
 from benchmarks.protocol.caches import EXACT
 from benchmarks.protocol.front_page import LENGTH
 from benchmarks.protocol.report import ProtocolReport
@@ -70,6 +70,7 @@ def contents(report: ProtocolReport) -> str:
         for row in report.rows
         if (row.context, row.reading, row.own_windows) == (LENGTH, "prompt", False)
         and row.cache != EXACT
+        and made_plans.MARK not in row.cache  # widths for another model's layers
     ]
     lines = ",\n".join(f"    {json.dumps(cache)}" for cache in caches)
     head = json.dumps(fields, indent=2).removesuffix("\n}")

@@ -12,7 +12,7 @@ import kvq_jax as kvq
 from benchmarks import front_picture
 from benchmarks.cpu.request.report import RequestReport
 from benchmarks.cpu.timing import CpuReport
-from benchmarks.protocol import front_page
+from benchmarks.protocol import front_page, made_plans
 from benchmarks.protocol.report import ProtocolReport
 from benchmarks.report_file import RESULTS
 from kvq_models import EMBEDDED
@@ -98,7 +98,17 @@ def test_the_picture_names_the_caches_of_the_front_with_their_intervals(report: 
         assert f"<title>{point.name}</title>" in shown
         assert point.interval.low <= point.kl <= point.interval.high
     for point in best:
-        assert point.name in drawn
+        shorter = point.name.replace(*front_picture.ROTATED)
+        specs = [
+            kvq.parse(name.replace(made_plans.MARK, ":bits=")) for name in (shorter, point.name)
+        ]
+        assert specs[0] == specs[1], shorter
+        assert shorter in drawn
+    names = re.findall(r'<text [^>]*x="([^"]*)"[^>]*>(?=[a-z0-9_]*:)', shown)
+    assert len(names) >= len(best)
+    assert all(float(x) >= front_picture.LEFT for x in names), (
+        "a name is on the numbers of the axis"
+    )
 
 
 def test_the_speed_is_that_of_the_committed_results():

@@ -2,7 +2,8 @@
 the rows of the protocol.
 
 A pair stands here for each claim of a paper that SmolLM2 and Gemma can answer by KL at equal
-windows: the cache that should win first. `python -m benchmarks.results_page` writes the file.
+windows: the cache that should win first. Plans of `kvq plan` stand beside equal shares of as many
+bits. `python -m benchmarks.results_page` writes the file.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 
 from benchmarks import llama_8b
 from benchmarks.markdown import table, with_interval
-from benchmarks.protocol import front_page, large_models
+from benchmarks.protocol import front_page, large_models, made_plans
 from benchmarks.protocol.front_page import LENGTH
 from benchmarks.protocol.large_models import CONTEXT
 from benchmarks.protocol.report import ProtocolReport, Row
@@ -49,6 +50,7 @@ PAIRS = (
     ("optr", KIVI.format(2)),
     ("block_gtq", KIVI.format(3)),
     ("block_gtq:bits=2", "turboquant:bits=2"),
+    *((plan, plan.replace(made_plans.MARK, ":bits=")) for plan in made_plans.made_for("smollm2")),
 )
 MULTI_HEAD = (
     *((f"xquant:bits={bits}", KIVI.format(2)) for bits in (2, 3, 4)),
