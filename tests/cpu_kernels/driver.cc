@@ -181,13 +181,13 @@ static Output run(Call call, AttendSpan kernel, int helpers) {
   return out;
 }
 
-// The kernels to compare with the baseline: the best one, and where that is AVX-512's, AVX2's, too.
+// The kernels to compare with the baseline: the best one, and AVX2's too if that is AVX-512's.
 static std::vector<AttendSpan> kernels() {
-  std::vector<AttendSpan> found{best_kernels().attend_span};
+  std::vector<AttendSpan> chosen{best_kernels().attend_span};
 #if defined(__x86_64__)
-  if (!std::strcmp(best_kernels().name, "avx512")) found.push_back(attend_span_avx2);
+  if (!std::strcmp(best_kernels().name, "avx512")) chosen.push_back(attend_span_avx2);
 #endif
-  return found;
+  return chosen;
 }
 
 // Return 0 if the kernels agree about this call, and the number of threads changes nothing.

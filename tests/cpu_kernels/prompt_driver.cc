@@ -38,13 +38,13 @@ static Output run(PromptCall call, AttendRows kernel, int64_t helpers) {
   return out;
 }
 
-// The kernels beside the baseline: the best one, and where that is AVX-512's, AVX2's, too.
+// The kernels beside the baseline: the best one, and AVX2's too if that is AVX-512's.
 static std::vector<AttendRows> kernels() {
-  std::vector<AttendRows> found{best_kernels().attend_rows};
+  std::vector<AttendRows> chosen{best_kernels().attend_rows};
 #if defined(__x86_64__)
-  if (!std::strcmp(best_kernels().name, "avx512")) found.push_back(attend_rows_avx2);
+  if (!std::strcmp(best_kernels().name, "avx512")) chosen.push_back(attend_rows_avx2);
 #endif
-  return found;
+  return chosen;
 }
 
 static int check(const Shape& s) {
@@ -115,8 +115,8 @@ static int check(const Shape& s) {
       const double want = total ? o[c] / total : 0;
       const int64_t i = row * s.channels + c;
       double* difference = differences.data();
-      for (const Output& found : outputs)
-        *difference++ += std::pow((found.l[row] ? found.o[i] / found.l[row] : 0) - want, 2);
+      for (const Output& output : outputs)
+        *difference++ += std::pow((output.l[row] ? output.o[i] / output.l[row] : 0) - want, 2);
       size += want * want;
     }
   }
