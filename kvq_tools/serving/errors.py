@@ -9,7 +9,7 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
-from kvq_models.inference.engine.requests import CapacityError, QueueFullError
+from kvq_models.inference.engine.requests import CapacityError, QueueFullError, VocabularyError
 from kvq_tools.serving.worker import Stopping
 
 RETRY_AFTER = 1  # seconds
@@ -177,6 +177,8 @@ def of_refusal(error: ValueError | QueueFullError | Stopping) -> ApiError:
             f" {error.new} in the completion). Please reduce the length of either one."
         )
         return ApiError(400, message, code="context_length_exceeded")
+    if isinstance(error, VocabularyError):
+        return invalid("logit_bias" if error.biased else "prompt", str(error))
     if isinstance(error, QueueFullError):
         return busy(f"{error.waiting} requests are waiting, and its queue holds {error.limit}")
     if isinstance(error, Stopping):

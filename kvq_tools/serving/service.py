@@ -126,11 +126,6 @@ class Service:
         alternatives: int,
         scored: bool = False,
     ) -> list[Request]:
-        vocabulary = self.worker.engine.llama.config.vocab_size
-        for name, tokens in (("prompt", prompt), ("logit_bias", [one for one, _ in fields.bias])):
-            if outside := [token for token in tokens if not 0 <= token < vocabulary]:
-                message = f"token id {outside[0]} is outside the model's vocabulary of {vocabulary}"
-                raise errors.invalid(name, message)
         seed = secrets.randbits(32) if fields.seed is None else fields.seed % (1 << 32)
         # a special token is no text, so it is never seen there
         stops = [self._special[stop] for stop in fields.stops if stop in self._special]

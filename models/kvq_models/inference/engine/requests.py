@@ -68,12 +68,9 @@ class Request:
         need = len(self.prompt) + self.max_new_tokens
         if need > capacity:
             raise CapacityError(len(self.prompt), self.max_new_tokens, capacity)
-        tokens = (*self.prompt, *(token for token, _ in self.bias))
-        outside = [token for token in tokens if not 0 <= token < vocab_size]
-        if outside:
-            raise ValueError(
-                f"token id {outside[0]} is outside the model's vocabulary of {vocab_size}"
-            )
+        for biased, tokens in ((False, self.prompt), (True, [token for token, _ in self.bias])):
+            if outside := [token for token in tokens if not 0 <= token < vocab_size]:
+                raise VocabularyError(outside[0], vocab_size, biased)
         numbers = (
             self.frequency_penalty,
             self.presence_penalty,
@@ -102,6 +99,14 @@ class CapacityError(ValueError):
             f" {capacity}"
         )
         self.prompt, self.new, self.capacity = prompt, new, capacity
+
+
+class VocabularyError(ValueError):
+    """A token of the prompt, or one that is biased, is none of the model's."""
+
+    def __init__(self, token: int, vocab_size: int, biased: bool):
+        super().__init__(f"token id {token} is outside the model's vocabulary of {vocab_size}")
+        self.biased = biased
 
 
 class QueueFullError(RuntimeError):
