@@ -2,8 +2,8 @@
 the rows of the protocol.
 
 A pair stands here for each claim of a paper that SmolLM2 and Gemma can answer by KL at equal
-windows: the cache that should win first. Plans of `kvq plan` stand beside equal shares of as many
-bits. `python -m benchmarks.results_page` writes the file.
+windows: the cache that should win first. Below them is waterfill in each basis, and with plans of
+`kvq plan` beside equal budgets of layers. `python -m benchmarks.results_page` writes the file.
 """
 
 from __future__ import annotations
@@ -50,6 +50,26 @@ PAIRS = (
     ("optr", KIVI.format(2)),
     ("block_gtq", KIVI.format(3)),
     ("block_gtq:bits=2", "turboquant:bits=2"),
+)
+PAIRS_OF_ROPE, EIGEN, ROTATED = (
+    "waterfill:bits={}" + bases
+    for bases in ("", ",key_basis=eigen", ",key_basis=eigen,value_basis=rotation")
+)
+BASES = (
+    (PAIRS_OF_ROPE.format(2.5), KIVI.format(2)),
+    (PAIRS_OF_ROPE.format(3), "turboquant:bits=3"),
+    (PAIRS_OF_ROPE.format(4), "turboquant:bits=4"),
+    (PAIRS_OF_ROPE.format(4), "xquant:bits=4"),
+    *((EIGEN.format(2.5), other) for other in (KIVI.format(2), "turboquant:bits=3")),
+    (EIGEN.format(2.1), "block_gtq:bits=2"),
+    *(
+        (EIGEN.format(2.85), other)
+        for other in ("turboquant:bits=3", "block_gtq", "k=kvarn:bits=4+v=kvarn:bits=2")
+    ),
+    (ROTATED.format(2.25), PAIRS_OF_ROPE.format(2.5)),
+    (ROTATED.format(2.25), EIGEN.format(2.5)),
+    (ROTATED.format(2.75), EIGEN.format(2.85)),
+    (ROTATED.format(3.1), "block_gtq"),
     *((plan, plan.replace(made_plans.MARK, ":bits=")) for plan in made_plans.made_for("smollm2")),
 )
 MULTI_HEAD = (
@@ -64,6 +84,7 @@ that of another on the same windows, which are of other domains than the calibra
 windows and contexts of {LENGTH} tokens. Brackets are 95 % intervals, t, of the logs of the ratios,
 widened by rounding; in bold if they leave out 1. Bits are resident, for one sequence of
 {CONTEXT // 1024}K tokens of {llama_8b.NAME}."""
+BASES_HEAD = "## Waterfill in each basis, and with the widths of a plan"
 OWN_HEADS = f"""\
 ## If each query head has its KV head
 
@@ -74,7 +95,7 @@ Bits are of {large_models.MULTI_HEAD}."""
 
 def contents() -> str:
     """Render the page from the reports that are there."""
-    parts = [INTRODUCTION, *_section(SOURCES, PAIRS)]
+    parts = [INTRODUCTION, *_section(SOURCES, PAIRS), BASES_HEAD, *_section(SOURCES, BASES)]
     if MULTI_HEAD_FILE.is_file():
         parts += [OWN_HEADS, *_section((MULTI_HEAD_FILE,), MULTI_HEAD)]
     return "\n\n".join(parts) + "\n"
