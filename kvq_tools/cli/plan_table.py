@@ -25,6 +25,7 @@ def print_plan(result: dict[str, Any], options: argparse.Namespace) -> None:
             **cache_sizes.resident_cells(cache),
             "predicted KL": _number(cache["predicted_kl"]),
             "measured KL": _number(cache["measured_kl"]),
+            **(_other_cells(cache) if result["check_text"] else {}),
         }
         for cache in result["caches"]
     ]
@@ -41,8 +42,9 @@ def print_plan(result: dict[str, Any], options: argparse.Namespace) -> None:
     else:
         kind = "they only rank caches" if error["ranks_only"] else f"within a factor of {FACTOR:g}"
         print_line(
-            "KL in nats per token. Predictions add up the costs of the sides; on other windows the"
-            f" worst is {error['factor']:.2f} times off: {kind}"
+            f"KL in nats per token, on {result['text']} and (check) {result['check_text']}."
+            " Predictions add up the costs of sides, scaled to each text; on windows that neither"
+            f" saw the worst is {error['factor']:.2f} times off: {kind}"
         )
     for path, written in ((options.out, "the cache"), (options.picture, "the picture")):
         if path:
@@ -55,6 +57,13 @@ def print_plan(result: dict[str, Any], options: argparse.Namespace) -> None:
     calibration = f" --calibration {result['calibration']}" if METHOD in result["chosen"] else ""
     cache = options.out or f"'{result['chosen']}'{calibration}"
     print_line(f"use it: kvq generate {result['model']} --prompt P --cache {cache}")
+
+
+def _other_cells(cache: dict[str, Any]) -> dict[str, str]:
+    return {
+        f"{kind} (check)": _number(cache[f"{kind}_kl_on_check_text"])
+        for kind in ("predicted", "measured")
+    }
 
 
 def _number(kl: float | None) -> str:

@@ -5,8 +5,10 @@ caches.
     2. for every layer and side, and MEASURED bits: measure KL with only that side read through the
        cache, on windows of the second half
     3. choose widths for a budget from these, shrunk towards their mean (allocation.py)
-    4. measure through the real cache, on other windows: this cache, waterfill with equal shares,
-       and the largest cache of each other method that fits
+    4. measure waterfill with equal shares on these windows, on others, and on those of a text of
+       another kind: the ratios scale the sums of costs to each text
+    5. on further windows of both texts, check this cache, the one with equal shares, and the
+       largest cache of each other method that fits
 
 Every number goes to a journal at once, from which the same request continues.
 """
@@ -18,13 +20,11 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Int
 
 import kvq_jax as kvq
 from kvq_jax.arrays.reverse_water_filling import MOST, layer_widths
@@ -32,7 +32,6 @@ from kvq_jax.cache.spec import CacheSpec
 from kvq_jax.codecs.codec import Side
 from kvq_jax.methods.waterfill import Waterfill
 from kvq_jax.methods.waterfill.widths import written
-from kvq_jax.types.array_types import ModelDims
 from kvq_models.calibration import fit
 from kvq_models.calibration.file import Calibration, resolved, save_calibration
 from kvq_models.calibration.fingerprint import load_calibration
@@ -41,13 +40,14 @@ from kvq_models.calibration.samples import sha256
 from kvq_models.calibration.store import Store
 from kvq_models.inference.method_parameters import prepare
 from kvq_models.llama.config import LlamaConfig
-from kvq_models.llama.model import Llama
+from kvq_models.llama.model import HiddenBTD, Llama
 from kvq_tools.evaluation.journal import Journal
 from kvq_tools.evaluation.results import finite
 from kvq_tools.evaluation.run import measure_rows
 from kvq_tools.planning import kept
 from kvq_tools.planning.allocation import SIDES, Costs, Widths, costs_of
-from kvq_tools.planning.defaults import MEASURED, METHOD, SCORED, Bases
+from kvq_tools.planning.defaults import MEASURED, METHOD, Bases
+from kvq_tools.planning.request import CHECKED, HELD_OUT, SCALING, PlanRequest
 from kvq_tools.planning.sensitivity import Sensitivity, one_side
 from kvq_tools.planning.unmeasured import spec_of, widths_within
 
@@ -67,61 +67,6 @@ CHECKED_RIVALS = 3
 FACTOR = 2.0  # a prediction outside this factor is only a rank
 
 
-class PlanRequest(NamedTuple):
-    """The data of the measurements: token ids of the text, windows of `window` tokens, and samples
-    of a calibration."""
-
-    ids: Int[np.ndarray, " n"]
-    window: int
-    windows: int
-    samples: int
-    length: int
-
-    @property
-    def halves(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens to calibrate on and the tokens to measure on."""
-        middle = len(self.ids) // 2
-        return self.ids[:middle], self.ids[middle:]
-
-    @property
-    def rows(self) -> Int[np.ndarray, "B T"]:
-        """Return the windows on which sides are measured."""
-        return self._windows(0)
-
-    @property
-    def held_out(self) -> Int[np.ndarray, "B T"]:
-        """Return the windows on which whole caches are measured: between those of the sides, which
-        the widths were chosen for."""
-        return self._windows(1)
-
-    def _windows(self, first: int) -> Int[np.ndarray, "B T"]:
-        ids = self.halves[1]
-        starts = np.linspace(0, len(ids) - self.window, 2 * self.windows).astype(int)[first::2]
-        return np.stack([ids[start : start + self.window] for start in starts]).astype(np.int32)
-
-    @property
-    def prompt(self) -> int:
-        return self.window - SCORED
-
-    def check(self, config: ModelDims) -> None:
-        """Raise ValueError, in one line, if the text or the sizes do not allow the measurements."""
-        plans = kvq.cache.layout(METHOD, config, 1, self.window).plans
-        regions = [plan.regions for plan in plans]
-        least = max(one.sink + one.recent + one.block for one in regions)
-        if self.prompt < least:
-            raise ValueError(
-                f"windows of {self.window} tokens leave nothing to quantize: give at least"
-                f" {least + SCORED}"
-            )
-        needed = 2 * max(2 * self.windows * self.window, self.length + 1)
-        if len(self.ids) < needed:
-            raise ValueError(
-                f"the text has {len(self.ids)} tokens, and a plan needs at least {needed}: half to"
-                f" calibrate on, half for {2 * self.windows} windows of {self.window};"
-                " --windows and --window make them fewer or shorter"
-            )
-
-
 class MeasuredSide(NamedTuple):
     """One side of one layer, and the widths to read it with."""
 
@@ -138,12 +83,37 @@ class MeasuredSide(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """A cache measured as a whole: its KL in nats per token, inf if predictions through it are not
-    finite, and the prediction from the sum of the sides (None for other methods)."""
+    """A cache measured as a whole: its KL in nats per token on the text and on the other text, inf
+    if the model's predictions through it are not finite, and what the sum of the sides predicts for
+    each text (None for other methods)."""
 
     spec: CacheSpec
-    kl: float
-    predicted: float | None
+    kl: tuple[float, float]
+    predicted: tuple[float, float] | None
+
+    @property
+    def mean(self) -> float:
+        """Return the geometric mean over the texts."""
+        return math.sqrt(math.prod(self.kl))
+
+
+class PlannedCache(NamedTuple):
+    """Waterfill with planned widths, and its predicted KL on each text."""
+
+    spec: CacheSpec
+    predicted: tuple[float, float]
+
+
+class Predictions(NamedTuple):
+    """The costs of sides, and KL on each text over KL on the windows of sides."""
+
+    costs: Costs
+    scales: tuple[float, float]
+
+    def of(self, widths: Sequence[tuple[Widths, Widths]]) -> tuple[float, float]:
+        """Return the KL of a whole cache on each text: the scaled sum over layers and sides."""
+        total = self.costs.total(widths)
+        return total * self.scales[0], total * self.scales[1]
 
 
 class Planner:
@@ -170,13 +140,15 @@ class Planner:
             "model": self.calibration.model_fingerprint,
             "text": sha256(request.ids),
             "calibration": hashlib.sha256(Path(self.file).read_bytes()).hexdigest(),
+            "check_text": sha256(request.other),
             "window": request.window,
             "windows": request.windows,
-            "held_out": request.windows,  # between which the others lie
+            "checked": CHECKED,
         }
         name = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:12]
         self.journal = Journal(work / f"measured-{name}.jsonl", identity)
         self.sides: list[dict[str, Any]] = []
+        self.exact = dict[str, dict[int, HiddenBTD]]()  # the full-precision model's, by window
         self.sensitivity = functools.cache(lambda: Sensitivity(llama, request.rows, request.prompt))
 
     def _calibrated(self, given_file: bool, text: str) -> Calibration:
@@ -246,39 +218,72 @@ class Planner:
             for layer, (widths,) in enumerate(shared):
                 yield MeasuredSide(layer, side, widths)
 
-    def planned(self, costs: Costs, bits: float, context: int) -> tuple[CacheSpec, float]:
-        """Return waterfill with widths for `bits` stored bits in sequences of `context` tokens,
-        and its predicted KL."""
-        widths = widths_within(costs.shrunk(), bits, self.llama.config, context)
-        return spec_of(widths, self.method), costs.total(widths)
+    def predictions(self, costs: Costs, bits: float) -> Predictions:
+        """Return the costs with their scales: KL of waterfill with equal shares of `bits` stored
+        bits on windows of each text over that on the windows of sides. Windows and texts differ in
+        how hard they are, and much the same for all caches."""
+        equal = self._equal(bits)
+        self._read((equal, name) for name in SCALING)
+        sides, text, other = (max(self._kl(equal, name), LEAST) for name in SCALING)
+        if not math.isfinite(sides + text + other):
+            return Predictions(costs, (1.0, 1.0))
+        return Predictions(costs, (text / sides, other / sides))
+
+    def planned(self, predictions: Predictions, bits: float, context: int) -> PlannedCache:
+        """Return waterfill with widths for `bits` stored bits in sequences of `context` tokens."""
+        widths = widths_within(predictions.costs.shrunk(), bits, self.llama.config, context)
+        return PlannedCache(spec_of(widths, self.method), predictions.of(widths))
 
     def check(
-        self, costs: Costs, bits: float, context: int, fits: Callable[[CacheSpec], bool]
+        self,
+        predictions: Predictions,
+        bits: float,
+        context: int,
+        fits: Callable[[CacheSpec], bool],
     ) -> list[Checked]:
-        """Measure the best caches of `bits` bits as a whole, and of other methods those that fit.
-        Return them with the best first."""
-        equal = resolved(self.bases.spec(bits), self.calibration)
-        planned, predicted = self.planned(costs, bits, context)
-        ours = {equal: self.predicted(costs, equal), planned: predicted}
-        specs = [*ours, *filter(fits, map(kvq.parse, rivals(self.llama.config, bits)))]
-        missing = [spec for spec in specs if f"cache {spec}" not in self.journal.rows]
-        for spec in self.progress(missing, "checking caches"):
-            llama = self.prepared if spec in ours else prepare(self.llama, spec)
-            (quality,) = measure_rows(
-                [(llama, spec)], jnp.asarray(self.request.held_out), prompt=self.request.prompt
-            )
-            self.journal.add(f"cache {spec}", {"kl": finite(float(quality.kl.mean()))})
-        checked = list[Checked]()
-        for spec in specs:
-            kl = self.journal.rows[f"cache {spec}"]["kl"]
-            checked.append(Checked(spec, math.inf if kl is None else kl, ours.get(spec)))
-        return sorted(checked, key=lambda one: one.kl)
-
-    def predicted(self, costs: Costs, spec: CacheSpec) -> float:
+        """Measure the best caches of `bits` bits as a whole on the held-out windows of both texts,
+        and of other methods those that fit. Return them with the best first."""
+        equal, planned = self._equal(bits), self.planned(predictions, bits, context)
         # waterfill is the only method whose widths have predictions
-        method, dims = cast("Waterfill", spec.k), self.calibration.dims
+        method, dims = cast("Waterfill", equal.k), self.calibration.dims
         layers = range(dims.num_hidden_layers)
-        return costs.total([[method.widths(side, i, dims) for side in SIDES] for i in layers])
+        shares = [(method.widths("k", i, dims), method.widths("v", i, dims)) for i in layers]
+        ours = {equal: predictions.of(shares), planned.spec: planned.predicted}
+        specs = [*ours, *filter(fits, map(kvq.parse, rivals(self.llama.config, bits)))]
+        self._read(itertools.product(specs, HELD_OUT))
+        checked = [
+            Checked(
+                spec, (self._kl(spec, HELD_OUT[0]), self._kl(spec, HELD_OUT[1])), ours.get(spec)
+            )
+            for spec in specs
+        ]
+        return sorted(checked, key=lambda one: one.mean)
+
+    def _equal(self, bits: float) -> CacheSpec:
+        return resolved(self.bases.spec(bits), self.calibration)
+
+    def _read(self, work: Iterable[tuple[CacheSpec, str]]) -> None:
+        """Measure whole caches on windows of these names, except what an earlier call measured."""
+        missing = [one for one in work if _key(*one) not in self.journal.rows]
+        for spec, name in self.progress(missing, "reading whole caches"):
+            known = isinstance(spec.k, Waterfill)
+            llama = self.prepared if known else prepare(self.llama, spec)
+            (quality,) = measure_rows(
+                [(llama, spec)],
+                jnp.asarray(self.request.of(name)),
+                prompt=self.request.prompt,
+                batch=self.request.windows,  # as many for all names: one program
+                kept=self.exact.setdefault(name, {}),
+            )
+            self.journal.add(_key(spec, name), {"kl": finite(float(quality.kl.mean()))})
+
+    def _kl(self, spec: CacheSpec, name: str) -> float:
+        kl = self.journal.rows[_key(spec, name)]["kl"]
+        return math.inf if kl is None else kl
+
+
+def _key(spec: CacheSpec, name: str) -> str:
+    return f"cache {spec} on {name}"
 
 
 def rivals(config: LlamaConfig, bits: float) -> list[str]:

@@ -4,7 +4,6 @@ alone."""
 from __future__ import annotations
 
 import argparse
-import bisect
 import itertools
 import math
 import time
@@ -23,11 +22,13 @@ from kvq_models.calibration.file import (
 )
 from kvq_models.llama.checkpoint import load_llama
 from kvq_models.llama.config import LlamaConfig
-from kvq_tools.cli import cache_sizes, inputs, interruption, plan_speed, plan_table, text_input
-from kvq_tools.cli.console import UserError, bar, format_bytes, input_errors, loading, print_json
+from kvq_tools.cli import cache_sizes, inputs, interruption, plan_budget, plan_table, text_input
+from kvq_tools.cli.console import UserError, bar, input_errors, loading, print_json
 from kvq_tools.evaluation.results import finite
 from kvq_tools.planning import figure, kept, unmeasured
+from kvq_tools.planning.code_text import code_text
 from kvq_tools.planning.defaults import (
+    CODE,
     KEY_BASES,
     LENGTH,
     METHOD,
@@ -37,10 +38,10 @@ from kvq_tools.planning.defaults import (
     WINDOW,
     Bases,
 )
-from kvq_tools.planning.measuring import FACTOR, Checked, Planner, PlanRequest
+from kvq_tools.planning.measuring import FACTOR, Checked, Planner
+from kvq_tools.planning.request import PlanRequest
 
 SHOWN = (1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0)  # bits of the table's other rows
-FEWEST_BITS, MOST_BITS = 1, 8
 
 
 def run(options: argparse.Namespace) -> None:
@@ -54,8 +55,10 @@ def run(options: argparse.Namespace) -> None:
         if path := getattr(options, option):
             inputs.output_file(path, f"--{option}")
     with input_errors():
-        asked = plan_speed.budget(options, config)
-        bits = budgets(asked, _bases(options), config, options.batch, context, options.dtype)
+        asked = plan_budget.budget(options, config)
+        bits = plan_budget.budgets(
+            asked, _bases(options), config, options.batch, context, options.dtype
+        )
     started = time.perf_counter()
     result = {
         "model": options.model,
@@ -86,7 +89,10 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _check_needs(options: argparse.Namespace) -> None:
-    """If there is no budget, raise a UserError with everything that is missing."""
+    """If there is no budget, raise a UserError with everything that is missing. A text to check on
+    needs a text to measure on."""
+    if options.check_text is not None and (options.text is None or options.fast):
+        raise UserError("--check-text needs --text without --fast: only measured plans are checked")
     if all(part is None for part in (options.budget, options.device, options.tokens_per_second)):
         budget = "a budget: --budget 2.5bits, --budget 600MiB, or --device with --tokens-per-second"
         raise UserError(
@@ -166,6 +172,7 @@ def _fast(
     _, chosen, file = min(best)
     return {
         "text": options.text,
+        "check_text": None,
         "calibration": file,
         "chosen": chosen,
         "caches": sorted(caches, key=lambda cache: cache["bits"]),
@@ -208,28 +215,30 @@ def _measured(
         advice = f"the same command continues from {str(planner.work)!r}"
         level = bits[planner.bases]
         with interruption.advised(advice), input_errors():
-            costs = planner.costs()
+            predictions = planner.predictions(planner.costs(), level)
             # other methods are read once
             rivals = fits if planner is planners[0] else lambda _: False
-            best = planner.check(costs, level, context, rivals)
+            best = planner.check(predictions, level, context, rivals)
             others = {
-                shown: planner.planned(costs, shown, context) for shown in SHOWN if shown != level
+                shown: planner.planned(predictions, shown, context)
+                for shown in SHOWN
+                if shown != level
             }
         checked += [(one, planner) for one in best]
         caches += [
-            described(str(spec), shown, *size) | {"predicted_kl": predicted, "measured_kl": None}
-            for shown, (spec, predicted) in others.items()
+            described(str(one.spec), shown, *size) | kl_on_texts(one.predicted, None)
+            for shown, one in others.items()
         ]
         caches += [
-            described(str(one.spec), level, *size)
-            | {"predicted_kl": one.predicted, "measured_kl": finite(one.kl)}
+            described(str(one.spec), level, *size) | kl_on_texts(one.predicted, one.kl)
             for one in best
         ]
-    chosen, planner = min(checked, key=lambda one: one[0].kl)
-    if chosen.kl == math.inf:
+    chosen, planner = min(checked, key=lambda one: one[0].mean)
+    if chosen.mean == math.inf:
         raise UserError("the model's predictions are finite through no cache of this budget")
     return {
         "text": options.text,
+        "check_text": options.check_text or CODE,
         "calibration": planner.file,
         "chosen": str(chosen.spec),
         "caches": sorted(caches, key=lambda cache: (cache["bits"], cache["measured_kl"] or 0)),
@@ -246,9 +255,10 @@ def prediction(checked: list[Checked]) -> dict[str, Any]:
     """Return the largest factor between a prediction and its measurement, and whether predictions
     are only good for ranking."""
     factors = [
-        max(one.kl / one.predicted, one.predicted / one.kl)
+        max(kl / predicted, predicted / kl)
         for one in checked
-        if one.predicted and 0 < one.kl < math.inf
+        for kl, predicted in zip(one.kl, one.predicted or (0.0, 0.0), strict=True)
+        if predicted and 0 < kl < math.inf
     ]
     largest = max(factors, default=1.0)
     return {"factor": largest, "ranks_only": largest > FACTOR}
@@ -258,11 +268,13 @@ def _planners(
     options: argparse.Namespace, config: LlamaConfig, choices: Sequence[Bases]
 ) -> list[Planner]:
     """Check the request, load the model and calibrate for each choice of bases."""
-    text = text_input.read_text(options.text)
-    ids = text_input.encode(text_input.need_tokenizer(options.model, "read the text"), text)
+    texts = text_input.read_text(options.text), "" if options.fast else _check_text(options)
+    tokenizer = text_input.need_tokenizer(options.model, "read the text")
+    ids, other = (np.asarray(text_input.encode(tokenizer, text), np.int32) for text in texts)
     window = min(WINDOW, config.positions) if options.window is None else options.window
     request = PlanRequest(
-        np.asarray(ids, np.int32),
+        ids,
+        other,
         window,
         0 if options.fast else options.windows,
         SAMPLES,
@@ -293,48 +305,13 @@ def _planners(
     return planners
 
 
-def budgets(
-    asked: float | int,
-    choices: Sequence[Bases],
-    config: LlamaConfig,
-    batch: int,
-    context: int,
-    dtype: str,
-) -> dict[Bases, float]:
-    """Return the bits of a budget for each choice of bases that fits it. Raises ValueError, in one
-    line, if none does."""
-    if isinstance(asked, float):
-        for bases in choices:  # too few or too many bits are found here, before any measurement
-            kvq.size.of(bases.spec(asked), config, batch, context, dtype)
-        return dict.fromkeys(choices, asked)
-    fitting, refusals = dict[Bases, float](), list[ValueError]()
-    for bases in choices:
-        try:
-            fitting[bases] = most_bits(asked, config, batch, context, dtype, bases)
-        except ValueError as error:
-            refusals.append(error)
-    if not fitting:
-        raise refusals[0]
-    return fitting
-
-
-def most_bits(
-    budget: int, config: LlamaConfig, batch: int, context: int, dtype: str, bases: Bases
-) -> float:
-    """Return the most bits whose resident bytes fit, to 1/16. Raises ValueError, in one line, if
-    not even the fewest do."""
-
-    def size(sixteenths: int) -> int:
-        return kvq.size.of(bases.spec(sixteenths / 16), config, batch, context, dtype).resident
-
-    choices = range(16 * FEWEST_BITS, 16 * MOST_BITS + 1)
-    fitting = bisect.bisect_right(choices, budget, key=size)
-    if not fitting:
-        raise ValueError(
-            f"no cache fits {format_bytes(budget)}: {batch} x {context} tokens take"
-            f" {format_bytes(size(choices[0]))} at the least"
-        )
-    return choices[fitting - 1] / 16
+def _check_text(options: argparse.Namespace) -> str:
+    """Return the text of --check-text, by default Python's own sources."""
+    if options.check_text is not None:
+        return text_input.read_text(options.check_text)
+    if (text := code_text()) is None:
+        raise UserError("this Python comes without sources to check caches on: give --check-text")
+    return text
 
 
 def described(
@@ -350,6 +327,20 @@ def described(
     }
 
 
+def kl_on_texts(
+    predicted: tuple[float, float] | None, measured: tuple[float, float] | None
+) -> dict[str, float | None]:
+    """Return KL on the text and on the other one, as JSON has it."""
+    predicted_kl, predicted_other = predicted or (None, None)
+    measured_kl, measured_other = map(finite, measured) if measured else (None, None)
+    return {
+        "predicted_kl": predicted_kl,
+        "measured_kl": measured_kl,
+        "predicted_kl_on_check_text": predicted_other,
+        "measured_kl_on_check_text": measured_other,
+    }
+
+
 def _predicted(
     bits: float,
     bases: Bases,
@@ -362,4 +353,5 @@ def _predicted(
     asked = kvq.parse(bases.spec(bits))
     spec = unmeasured.planned(asked, calibration, config, context)
     facts = described(str(spec), bits, config, options.batch, context, options.dtype)
-    return facts | {"predicted_kl": predicted_divergence(spec, calibration), "measured_kl": None}
+    predicted = predicted_divergence(spec, calibration)
+    return facts | kl_on_texts(None, None) | {"predicted_kl": predicted}

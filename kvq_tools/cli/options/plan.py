@@ -8,6 +8,7 @@ import re
 from kvq_jax.peak_rates import DEVICES
 from kvq_tools.cli.options import shared, values
 from kvq_tools.planning.defaults import (
+    CODE,
     KEY_BASES,
     LENGTH,
     MEASURED,
@@ -31,9 +32,10 @@ With --text, it measures. waterfill is calibrated on the first half of the text
 ({SAMPLES} x {LENGTH} tokens). Then every side of every layer is read through the cache by
 itself, at {_WIDTHS} bits, on windows of the second half. This gives the
 widths of all layers. The best caches of the budget, also of other methods, are
-then read as a whole on other windows, and the one with the least KL wins. Every
-number is saved at once: after Ctrl-C the same command continues, and another
-budget for the same model and text measures only its last step.
+then read as a whole on other windows and on those of --check-text, and the one
+with the least KL on both wins. Every number is saved at once: after Ctrl-C the
+same command continues, and another budget for the same model and texts measures
+only its last step.
 
 With --fast or without a text, nothing is measured: widths come from the
 energies of waterfill's calibration, which also predicts the KL, to second
@@ -67,6 +69,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="bits per element, or the resident bytes of a cache",
     )
     parser.add_argument("--text", metavar="FILE", help="a UTF-8 text to calibrate and measure on")
+    parser.add_argument(
+        "--check-text",
+        metavar="FILE",
+        help=(
+            "with --text: a text of another kind, on which the best caches are read as well"
+            f" (default: sources of {CODE})"
+        ),
+    )
     parser.add_argument(
         "--fast",
         action="store_true",

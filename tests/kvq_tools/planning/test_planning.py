@@ -17,10 +17,10 @@ from kvq_models.calibration.fit import calibrate
 from kvq_models.llama import open_checkpoint
 from kvq_tools.cli.commands import plan
 from kvq_tools.evaluation import measure_rows
-from kvq_tools.planning import kept, measuring, sensitivity
+from kvq_tools.planning import kept, measuring, request, sensitivity
 from kvq_tools.planning.allocation import SIDES, Costs, costs_of, shared_out
-from kvq_tools.planning.defaults import KEY_BASES
-from kvq_tools.planning.measuring import PlanRequest
+from kvq_tools.planning.defaults import CODE, KEY_BASES
+from kvq_tools.planning.request import HELD_OUT, SCALING, PlanRequest
 from kvq_tools.planning.sensitivity import Sensitivity, one_side
 from kvq_tools.planning.unmeasured import spec_of, widths_within
 
@@ -173,22 +173,30 @@ def test_a_measured_plan_goes_on_from_what_was_measured_and_takes_the_cache_of_t
     monkeypatch.setattr(measuring, "MEASURED", (2.0,))
     monkeypatch.setattr(measuring, "RIVALS", ("turboquant:bits=1", "kivi:bits=2"))
     monkeypatch.setattr(plan, "LENGTH", 128)
+    monkeypatch.setattr(request, "CHECKED", 1)
+    text = tmp_path / "text.txt"
+    text.write_text(PASSAGE.read_text() * 2)
     sizes = "--budget=2bits --window=284 --windows=1 --context=512 --key-basis=best"
-    request = f"plan {shallow} --text={PASSAGE} {sizes}"
+    command = f"plan {shallow} --text={text} {sizes}"
     read, measure = list[str](), measuring.measure_rows
 
     def overflowing_first(candidates, *args, **sizes):
         (quality,) = measure(candidates, *args, **sizes)
         read.append(str(candidates[0][1]))
-        return [quality._replace(token_kl=quality.token_kl * (math.nan if len(read) == 1 else 1))]
+        first = math.nan if read[0] == read[-1] else 1
+        return [quality._replace(token_kl=quality.token_kl * first)]
 
     monkeypatch.setattr(measuring, "measure_rows", overflowing_first)
-    found = run_json(request, "--out", tmp_path / "plan.json", "--picture", tmp_path / "plan.png")
+    found = run_json(command, "--out", tmp_path / "plan.json", "--picture", tmp_path / "plan.png")
     caches = {cache["name"]: cache for cache in found["caches"]}
     checked = {name: one for name, one in caches.items() if one["measured_kl"] is not None}
     assert set(read) - set(checked) == {read[0]}, "its predictions are not finite"
-    least = min(cache["measured_kl"] for cache in checked.values())
-    assert checked[found["chosen"]]["measured_kl"] == least
+    both = {
+        name: cache["measured_kl"] * cache["measured_kl_on_check_text"]
+        for name, cache in checked.items()
+    }
+    assert found["chosen"] == min(both, key=lambda name: both[name])
+    assert found["check_text"] == CODE
     assert "turboquant:bits=1,sink=32,recent=96" in checked
     assert not any("kivi" in name for name in checked), "it has more bits than the budget"
     assert all(cache["body_bits_per_element"] <= 2 for cache in checked.values())
@@ -205,7 +213,7 @@ def test_a_measured_plan_goes_on_from_what_was_measured_and_takes_the_cache_of_t
         measuring, "measure_rows", lambda *_, **__: pytest.fail("a cache was read again")
     )
     anew = dict.fromkeys(("seconds", "out", "picture"))
-    assert run_json(request) | anew == found | anew
+    assert run_json(command) | anew == found | anew
 
 
 def test_ratios_shrink_towards_the_mean_over_layers_before_a_budget_is_shared_out():
@@ -219,13 +227,22 @@ def test_ratios_shrink_towards_the_mean_over_layers_before_a_budget_is_shared_ou
     assert Costs(energies, {}).shrunk().ratio(0, "v", 16) == 1.0
 
 
-def test_whole_caches_are_measured_on_other_windows_than_sides():
+def test_sides_scales_and_checks_have_windows_of_their_own(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(request, "CHECKED", 2)
     config = open_checkpoint.read_config(EMBEDDED)
-    request = PlanRequest(np.arange(8000, dtype=np.int32), 600, 3, 2, 512)
-    sides, whole = ({*rows.reshape(-1).tolist()} for rows in (request.rows, request.held_out))
-    assert len(sides) == len(whole) == 3 * 600
-    assert not sides & whole
-    assert min(sides | whole) >= 4000, "the first half is what the calibration reads"
-    with pytest.raises(ValueError, match="has 7199 tokens, and a plan needs at least 7200"):
-        request._replace(ids=request.ids[:7199]).check(config)
-    request._replace(ids=request.ids[:7200]).check(config)
+    ids = np.arange(20000, dtype=np.int32)
+    asked = PlanRequest(ids[:12000], ids[12000:], 300, 3, 2, 512)
+    tokens = {name: {*asked.of(name).reshape(-1).tolist()} for name in (*SCALING, *HELD_OUT)}
+    assert [len(every) // 300 for every in tokens.values()] == [3, 6, 6, 6, 6]
+    assert len(set[int]().union(*tokens.values())) == 27 * 300, "no token is in two of them"
+    assert {*asked.rows.reshape(-1).tolist()} == tokens[SCALING[0]]
+    for name, every in tokens.items():
+        first, last = (12000, 20000) if "other" in name else (6000, 12000)
+        assert first <= min(every) <= max(every) < last, f"{name}: calibrated on, or the other text"
+    with pytest.raises(ValueError, match="has 8999 tokens, and a plan needs at least 9000"):
+        asked._replace(ids=ids[:8999]).check(config)
+    with pytest.raises(
+        ValueError, match="--check-text has 3599 tokens, and 12 windows of 300"
+    ):
+        asked._replace(other=ids[:3599]).check(config)
+    asked._replace(ids=ids[:9000], other=ids[:3600]).check(config)

@@ -14,8 +14,9 @@ from kvq_jax.methods.waterfill import Waterfill
 from kvq_models import EMBEDDED, load_llama, prepare, resolved
 from kvq_models.calibration.file import Calibration, Origin, predicted_divergence
 from kvq_models.inference.method_parameters import parameters_for
+from kvq_tools.cli import plan_budget
 from kvq_tools.cli.commands import plan
-from kvq_tools.planning import kept, measuring
+from kvq_tools.planning import kept, measuring, request
 from kvq_tools.planning.allocation import SIDES, costs_of, shared_out
 from kvq_tools.planning.defaults import KEY_BASES, VALUE_BASES, Bases
 from kvq_tools.planning.unmeasured import planned
@@ -126,7 +127,7 @@ def test_bits_of_a_budget_of_bytes_pay_for_the_matrices():
         return kvq.size.of(bases.spec(bits), config, 1, context, "bfloat16").resident
 
     def budgets(budget: int, context: int) -> dict[Bases, float]:
-        return plan.budgets(budget, PREDICTED, config, 1, context, "bfloat16")
+        return plan_budget.budgets(budget, PREDICTED, config, 1, context, "bfloat16")
 
     budget = size(2, pairs, 8192)
     bits = budgets(budget, 8192)
@@ -144,13 +145,16 @@ def test_a_calibration_is_no_choice_between_two_bases(shallow, run):
 
 
 def test_a_plan_measures_values_in_a_rotation_and_auto_finds_it(
-    shallow, cache_folder, run_json, run, monkeypatch
+    shallow, cache_folder, run_json, run, monkeypatch, tmp_path
 ):
     monkeypatch.setattr(measuring, "MEASURED", (1.5, 3.0))
     monkeypatch.setattr(measuring, "RIVALS", ())
+    monkeypatch.setattr(request, "CHECKED", 1)
+    text = tmp_path / "text.txt"
+    text.write_text(PASSAGE.read_text() * 2)
     sizes = "--window=284", "--windows=1", "--context=512", "--budget=2bits"
     asked = "--key-basis=eigen", "--value-basis=rotation"
-    found = run_json("plan", shallow, f"--text={PASSAGE}", *sizes, *asked)
+    found = run_json("plan", shallow, f"--text={text}", *sizes, *asked)
     chosen, rotated = method_of(found["chosen"]), Bases("eigen", "rotation")
     assert Bases.of(chosen) == rotated
     assert chosen.k_widths

@@ -8,7 +8,7 @@ from kvq_jax.cache.spec import CacheSpec
 from kvq_jax.layer.attention import Attention
 from kvq_models.calibration.file import Calibration, Origin
 from kvq_tools.planning.defaults import SCORED
-from kvq_tools.planning.measuring import PlanRequest
+from kvq_tools.planning.request import PlanRequest
 from kvq_tools.planning.unmeasured import planned, stored_tokens
 
 WINDOWS = (None, 256, 256, None, 256, 256)
@@ -80,9 +80,9 @@ def test_windows_of_a_text_leave_something_to_quantize_in_layers_with_a_sink_too
     least = 32 + 96 + 32 + SCORED  # sink, recent and block of a layer without a window
     layers = (Attention(window=256), Attention())
     config = kvq.CacheDims(**SIZES | {"num_hidden_layers": 2}, attention=layers)
-    ids = np.zeros(2048, np.int32)
-    PlanRequest(ids, least, 1, 1, 64).check(config)
+    ids = np.zeros(8192, np.int32)
+    PlanRequest(ids, ids, least, 1, 1, 64).check(config)
     with pytest.raises(
         ValueError, match=rf"windows of {least - 1} tokens leave .* at least {least}"
     ):
-        PlanRequest(ids, least - 1, 1, 1, 64).check(config)
+        PlanRequest(ids, ids, least - 1, 1, 1, 64).check(config)

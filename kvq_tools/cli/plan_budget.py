@@ -1,15 +1,20 @@
-"""Turn a speed into a memory budget: `kvq plan --device --tokens-per-second`."""
+"""The budget of `kvq plan`: a speed in bytes, and bytes in bits of waterfill."""
 
 from __future__ import annotations
 
 import argparse
+import bisect
+from collections.abc import Sequence
 
+import kvq_jax as kvq
 from kvq_jax import peak_rates
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.weight_count import weight_count
 from kvq_tools.cli.console import UserError, format_bytes
+from kvq_tools.planning.defaults import Bases
 
 WEIGHT_BYTES = 2  # bfloat16
+FEWEST_BITS, MOST_BITS = 1, 8  # of a budget of bytes
 
 
 def budget(options: argparse.Namespace, config: LlamaConfig) -> float | int:
@@ -43,3 +48,47 @@ def budget(options: argparse.Namespace, config: LlamaConfig) -> float | int:
             f" {options.batch / options.tokens_per_second * 1e3:.2f}"
         )
     return room if options.budget is None else min(room, options.budget)
+
+
+def budgets(
+    asked: float | int,
+    choices: Sequence[Bases],
+    config: LlamaConfig,
+    batch: int,
+    context: int,
+    dtype: str,
+) -> dict[Bases, float]:
+    """Return the bits of a budget for each choice of bases that fits it. Raises ValueError, in one
+    line, if none does."""
+    if isinstance(asked, float):
+        for bases in choices:  # too few or too many bits are found here, before any measurement
+            kvq.size.of(bases.spec(asked), config, batch, context, dtype)
+        return dict.fromkeys(choices, asked)
+    fitting, refusals = dict[Bases, float](), list[ValueError]()
+    for bases in choices:
+        try:
+            fitting[bases] = most_bits(asked, config, batch, context, dtype, bases)
+        except ValueError as error:
+            refusals.append(error)
+    if not fitting:
+        raise refusals[0]
+    return fitting
+
+
+def most_bits(
+    budget: int, config: LlamaConfig, batch: int, context: int, dtype: str, bases: Bases
+) -> float:
+    """Return the most bits whose resident bytes fit, to 1/16. Raises ValueError, in one line, if
+    not even the fewest do."""
+
+    def size(sixteenths: int) -> int:
+        return kvq.size.of(bases.spec(sixteenths / 16), config, batch, context, dtype).resident
+
+    choices = range(16 * FEWEST_BITS, 16 * MOST_BITS + 1)
+    fitting = bisect.bisect_right(choices, budget, key=size)
+    if not fitting:
+        raise ValueError(
+            f"no cache fits {format_bytes(budget)}: {batch} x {context} tokens take"
+            f" {format_bytes(size(choices[0]))} at the least"
+        )
+    return choices[fitting - 1] / 16
