@@ -23,7 +23,7 @@ COMPARES = re.compile(
     re.IGNORECASE,
 )
 INTERVAL = re.compile(r"[-+]?\d[\d.]*(?: %)? \[[^\]\n]*\d[^\]\n]*\]")
-LINK = re.compile(r"\]\(([^)\s]+\.(?:md|json))\)")
+LINK = re.compile(r"\]\(([^)\s#]+\.(?:md|json))(?:#[^)\s]*)?\)")
 # what compares nothing, by its beginning
 NO_COMPARISON = (
     "A KV cache outgrows its model",  # methods "behind one interface"
@@ -46,16 +46,23 @@ class Claim(NamedTuple):
 
 def claims(page: str, text: str) -> Iterator[Claim]:
     """Yield the comparative sentences of a page, in its order. Code and headings have none."""
-    text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
-    section: tuple[str, ...] = ()
-    for paragraph in _paragraphs(text):
-        linked = tuple(dict.fromkeys(LINK.findall(paragraph)))
-        section = linked or section  # a list goes on where its introduction has the link
+    for paragraph, sources in linked(text):
         intervals = INTERVAL.findall(paragraph)
         for sentence in _sentences(paragraph):
             if COMPARES.search(sentence) and not sentence.startswith(NO_COMPARISON):
                 nearest = INTERVAL.findall(sentence) or intervals
-                yield Claim(page, sentence, tuple(nearest), section)
+                yield Claim(page, sentence, tuple(nearest), sources)
+
+
+def linked(text: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield paragraphs, items of lists and lines of tables, each with the pages that it links. One
+    without a link has those of the last before it: a list goes on where its introduction has the
+    link."""
+    text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    section: tuple[str, ...] = ()
+    for paragraph in _paragraphs(text):
+        section = tuple(dict.fromkeys(LINK.findall(paragraph))) or section
+        yield paragraph, section
 
 
 def _paragraphs(text: str) -> Iterator[str]:

@@ -12,7 +12,7 @@ import argparse
 import dataclasses
 import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 import kvq_jax as kvq
-from benchmarks.markdown import bracket, head, table
+from benchmarks.markdown import bracket, head, table, with_interval
 from benchmarks.report_file import Report, header
 from kvq_models import Llama, prepare
 from kvq_models.calibration.fit import calibrate
@@ -234,7 +234,36 @@ def page(report: JointReport, file: pathlib.Path) -> str:
         "KL of the weights",
         *(f"`{cache}`, {found[names[0], cache].stored_bits:.2f} bits" for cache in caches),
     )
-    return "\n\n".join([*head(report, file, said), table(columns, lines)])
+    return "\n\n".join(
+        [*head(report, file, said), table(columns, lines), *_costs(found, names, caches)]
+    )
+
+
+def _costs(
+    found: Mapping[tuple[str, str], JointRow], names: Sequence[str], caches: Sequence[str]
+) -> list[str]:
+    """Render the nats that each cache adds to the first one's on each kind of weights, and how
+    many more these are than on the first kind, in the same windows."""
+    exact, *others = caches
+    if not others:
+        return []
+    lines = []
+    for name in names:
+        cells = []
+        for cache in others:
+            cost, first = (
+                np.subtract(found[kind, cache].window_nats, found[kind, exact].window_nats)
+                for kind in (name, names[0])
+            )
+            cells += [_nats(cost), "" if name == names[0] else _nats(cost - first)]
+        lines.append((name, *cells))
+    columns = [title for cache in others for title in (f"`{cache}`", "more than on the first line")]
+    return [f"## Nats a token more than `{exact}`", table(("weights", *columns), lines)]
+
+
+def _nats(windows: Float[np.ndarray, "N"]) -> str:
+    values = windows.tolist()
+    return with_interval(float(np.mean(values)), mean_interval(values), ".3f")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

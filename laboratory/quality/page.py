@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import kvq_jax as kvq
 from benchmarks.markdown import bracket, head, table, with_interval
+from laboratory.quality import ratios
 from laboratory.quality.comparison import PLAIN
 from laboratory.quality.report import QualityReport, QualityRow
 
@@ -28,7 +29,7 @@ def page(
         parts.append(f"![{report.title}]({picture.name})")
     for title in report.heads:
         parts += [f"## {title}", *_tables(report, title)]
-    return "\n\n".join(parts)
+    return "\n\n".join(parts + ratios.section(report, file.stem))
 
 
 def _said(report: QualityReport, variants: Mapping[str, str]) -> list[str]:
