@@ -15,7 +15,7 @@ from kvq_tools.cli import cache_sizes, sampling_options
 from kvq_tools.cli.console import counted, format_bytes
 from kvq_tools.cli.timed import TimedGeneration
 
-_END = {"ended": ", the last one the end token", "max-new-tokens": ""}
+_END = {"ended": ", the last one the end token", "max-new-tokens": "", "stopped": ", stopped"}
 
 
 def report(
@@ -49,7 +49,7 @@ def report(
         "outliers": {"exact": kept, "without_slot": dropped},
         "prompt_tokens": len(prompt),
         "new_tokens": len(ids),
-        "finish": "ended" if ids[-1] in config.eos_token_ids else "max-new-tokens",
+        "finish": _finish(generation, config, ids),
         "rows_dtype": cache.dtype,
         "prefill_seconds": generation.prefill_seconds,
         "decode_seconds": generation.decode_seconds,
@@ -64,6 +64,12 @@ def report(
         "skip_layers": list(cache.spec.skip_layers),
         "kv_scales": any(codec.learning.brought for plan in cache.plans for codec in plan.codecs),
     }
+
+
+def _finish(generation: TimedGeneration, config: LlamaConfig, ids: list[int]) -> str:
+    if ids[-1] in config.eos_token_ids:
+        return "ended"
+    return "max-new-tokens" if len(ids) == generation.max_new_tokens else "stopped"
 
 
 def footer(facts: dict[str, Any], cache: str, weights: str) -> str:

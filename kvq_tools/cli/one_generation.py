@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from kvq_tools.cli import (
     generation_report,
     handover,
     inputs,
+    interruption,
     one_cache,
     one_prompt,
     sampling_options,
@@ -34,6 +36,7 @@ from kvq_tools.cli.tables import print_line
 from kvq_tools.cli.timed import TimedGeneration
 
 CAPACITY_STEP = 64
+SEGMENT_SECONDS = 0.5  # most that a text without --stream takes to end after Ctrl-C
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,9 +79,7 @@ def run(options: argparse.Namespace) -> None:
         )
     continuation = Continuation(request.tokenizer, request.prompt, llama.config.eos_token_ids)
     streams = options.stream and not options.json
-    ids, cache, finite = _generated(
-        generation, continuation, STREAM_STEPS if streams else options.max_new_tokens, streams
-    )
+    ids, cache, finite, pressed = _generated(generation, continuation, streams)
     facts = generation_report.report(
         generation, cache, request.config, request.prompt, ids, options.implementation
     ) | {
@@ -101,6 +102,9 @@ def run(options: argparse.Namespace) -> None:
         print_line(generation_report.footer(facts, options.cache.text, in_words(llama)))
     advise_chat(options, request.tokenizer, request.saved, facts)
     check_finite([] if finite else [options.cache.text])
+    if pressed:
+        new = counted(options.max_new_tokens, "tokens")
+        raise KeyboardInterrupt(f"the text has {len(ids)} of at most {new}")
 
 
 def _checked(options: argparse.Namespace) -> GenerationRequest:
@@ -178,15 +182,19 @@ def advise_chat(
 
 
 def _generated(
-    generation: TimedGeneration, continuation: Continuation, steps: int, show: bool
-) -> tuple[list[int], Cache, bool]:
-    """Return (new token ids, the cache after them, whether all logits were finite). With `show`,
-    print text as it comes."""
-    ids: list[int] = []
-    cache, finite = None, True
-    for so_far in generation.segments(steps):
-        (ids,), cache, finite = so_far.rows(), so_far.cache, bool(np.asarray(so_far.finite)[0])
-        if show:
-            print(continuation.push(ids), end="", flush=True)
-    assert cache is not None, "max_new_tokens is at least 1"
-    return ids, cache, finite
+    generation: TimedGeneration, continuation: Continuation, show: bool
+) -> tuple[list[int], Cache, bool, bool]:
+    """Return (new token ids, the cache after them, whether all logits were finite, whether Ctrl-C
+    ended it). With `show`, print text as it comes."""
+    segments = (
+        generation.segments(STREAM_STEPS) if show else generation.segments(1, SEGMENT_SECONDS)
+    )
+    so_far = first = next(segments)  # before it there is no text that a press could lose
+    with interruption.noted() as pressed:
+        for so_far in itertools.chain([first], segments):
+            if show:
+                print(continuation.push(so_far.rows()[0]), end="", flush=True)
+            if pressed():
+                break
+        finite = bool(np.asarray(so_far.finite)[0])
+        return so_far.rows()[0], so_far.cache, finite, pressed()

@@ -76,6 +76,7 @@ class TimedGeneration:
             self._history = speculation.begun_history(
                 jnp.asarray(whole), jnp.array(whole.shape[1:], jnp.int32), max_new_tokens
             )
+        self.max_new_tokens = max_new_tokens
         self.steps, self.prefill_seconds, self.decode_seconds = 0, 0.0, 0.0
         started = time.perf_counter()
         self._compile()
@@ -86,29 +87,33 @@ class TimedGeneration:
         if self._logits is None:
             compile_generation(self._llama, self._cache, self._tokens, self._lengths, *how)
         else:
-            state = generation.begun(self._cache, self._logits, self._settings.max_new_tokens)
+            state = generation.begun(self._cache, self._logits, self.max_new_tokens)
             compile_steps(self._llama, state, *how)
 
     def _start(self, llama: Llama, cache: Cache, tokens: Array, lengths: Array) -> GenerationState:
         if self._logits is not None:
-            return generation.begun(cache, self._logits, self._settings.max_new_tokens)
+            return generation.begun(cache, self._logits, self.max_new_tokens)
         return generation.start(llama, cache, tokens, lengths, self._settings)
 
-    def segments(self, steps: int) -> Iterator[Generated]:
-        """Yield all tokens so far after every `steps` new ones. The next segment consumes the cache
-        of the previous one."""
+    def segments(self, steps: int, seconds: float = 0.0) -> Iterator[Generated]:
+        """Yield all tokens so far after every `steps` new ones, and twice as many after a segment
+        that took less than half of `seconds`. The next segment consumes the cache of the previous
+        one."""
         started = time.perf_counter()
         with self._reading:
             state = jax.block_until_ready(
                 self._start(self._llama, self._cache, self._tokens, self._lengths)
             )
         self.prefill_seconds = time.perf_counter() - started
-        most, until = self._settings.max_new_tokens, 0
+        most, until = self.max_new_tokens, 0
         while until < most and not np.asarray(state.ended).all():
             until = min(until + steps, most)
             started = time.perf_counter()
             state = jax.block_until_ready(self._advance(state, jnp.int32(until)))
-            self.decode_seconds += time.perf_counter() - started
+            took = time.perf_counter() - started
+            self.decode_seconds += took
+            if took < seconds / 2:
+                steps *= 2
             self.steps = int(state.step)
             yield generation.generated(state, most)
 
@@ -122,7 +127,7 @@ class TimedGeneration:
 
     def run(self) -> Generated:
         """Run the whole generation and return it."""
-        *_, last = self.segments(self._settings.max_new_tokens)
+        *_, last = self.segments(self.max_new_tokens)
         return last
 
 

@@ -3,6 +3,7 @@
 
 import json
 import re
+import signal
 
 import numpy as np
 import pytest
@@ -12,10 +13,12 @@ from kvq_jax.attention import dispatch
 from kvq_models import generate, load_llama, right_padded
 from kvq_models.llama import checkpoint
 from kvq_models.llama.checkpoint import read_config
-from kvq_tools.cli import inputs, layer_times
+from kvq_tools.cli import inputs, layer_times, text_input
 from kvq_tools.cli.console import printable
+from kvq_tools.cli.continuation import Continuation
 from kvq_tools.cli.options import demo as demo_options
 from kvq_tools.cli.options import values
+from kvq_tools.cli.timed import TimedGeneration
 from tests.kvq_models.checkpoints import PROMPT
 
 CACHE = "kivi:bits=2,recent=8,block=8"
@@ -79,6 +82,37 @@ def test_generate_prints_the_same_text_streamed_or_not_and_a_footer_that_agrees_
         facts = (f"implementation {HERE}", "layers skipped: none", f"[cache {CACHE}: ")
         for part in ("tokens/s", "compilation", *facts):
             assert part in footer, f"{name} footer lacks {part!r}"
+
+
+@pytest.mark.usefixtures("sigint")
+@pytest.mark.parametrize("options", [(), ("--stream",), ("--json",)])
+def test_ctrl_c_leaves_generate_with_the_text_so_far(model, run, run_json, monkeypatch, options):
+    whole = run_json(generate_command(model))
+    advance, calls = TimedGeneration._advance, []
+
+    def pressing(self, *arguments):
+        calls.append(arguments)
+        if len(calls) == 2:
+            signal.raise_signal(signal.SIGINT)
+        return advance(self, *arguments)
+
+    monkeypatch.setattr(TimedGeneration, "_advance", pressing)
+    code, out, err = run(generate_command(model), *options)
+    assert (code, len(calls)) == (130, 2)
+    line = err.splitlines()[-1]
+    count = int(
+        re.fullmatch(rf"kvq: interrupted: the text has (\d+) of at most {NEW} tokens", line)[1]
+    )
+    assert 1 < count < NEW
+    if "--json" in options:
+        found = json.loads(out)
+        assert (found["finish"], found["tokens"]) == ("stopped", whole["tokens"][:count])
+    else:
+        tokenizer = text_input.load_tokenizer(str(model))
+        text = Continuation(tokenizer, whole["prompt_ids"]).text(whole["tokens"][:count])
+        shown, footer = out.removesuffix("\n").rsplit("\n", 1)
+        assert shown == printable(text)
+        assert f" + {count} new tokens, stopped; " in footer
 
 
 def test_generate_warns_on_stderr_past_the_trained_positions_and_keeps_stdout_json(
