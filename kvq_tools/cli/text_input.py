@@ -66,6 +66,17 @@ def encode(tokenizer: Any, text: str, *, chat: bool = False) -> list[int]:
     return list(tokenizer(text, verbose=False).input_ids)  # not verbose: lengths are checked here
 
 
+def check_samples(ids: list[int], length: int) -> None:
+    """Raise UserError, with the remedy, if a text has no sample of `length` tokens and the next
+    one."""
+    if len(ids) <= length:
+        shorter = f", or --length {len(ids) - 1}" if len(ids) > 1 else ""
+        raise UserError(
+            f"samples of {length} tokens need a text of at least {length + 1}, and this one has"
+            f" {len(ids)}: give a longer --text{shorter}"
+        )
+
+
 def check_not_empty(prompt: str) -> None:
     """Raise UserError for an empty prompt, even if the tokenizer would put a token before it."""
     if not prompt:

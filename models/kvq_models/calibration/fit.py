@@ -121,7 +121,7 @@ def check_request(
     if length <= spec.sink:
         raise ValueError(
             f"samples of {length} tokens leave none to calibrate with: {str(spec)!r} keeps the"
-            f" first {spec.sink} in full precision"
+            f" first {spec.sink} in full precision; give a greater length"
         )
 
 

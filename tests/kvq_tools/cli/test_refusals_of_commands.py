@@ -86,6 +86,10 @@ REFUSED = [
     ("memory {model} --cache kivi --mesh tokens=16 --devices 8", "needs 16 devices, and there are"),
     ("report {model} --text {text} --cache int4 --contexts 64,999 --out {tmp}/o", "999 is beyond"),
     ("report {model} --text {text} --cache int4 --window 999 --out {tmp}/o", "beyond the 256"),
+    *(
+        (f"{command} --text {{tmp}}/row --out {{tmp}}/f", "give a longer --text, or --length ")
+        for command in ("calibrate {model} --cache kvquant", "quantize-weights {model} --bits 3")
+    ),
     ("serve {model} --memory 1KB", "give more, or a smaller cache"),
     ("serve {model} --memory 200KB --slots 64 --capacity 256", "64 slots of 256 tokens"),
     ("passkey {model} --data {tmp}/row --max-new-tokens 255", "was trained for 256 positions"),
