@@ -24,13 +24,18 @@ from kvq_tools.report.quality import advice, front_by, verdict
 SOURCES = ("model", "text", "cache")  # --from replaces these
 SETTINGS = ("calibration", "window", "stride", "chunk", "prompt", "step", "limit", "contexts")
 
+PARTIAL = "partial"  # the folder of an interrupted report beside an earlier one
+
 
 def run(options: argparse.Namespace) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         raise console.UserError("kvq report needs matplotlib: pip install 'kvq-jax[report]'")
     slices = UntilPressed(first_batch)
     report = _made(options, slices) if options.source is None else _read(options)
-    out = inputs.output_directory(options.out)
+    out, kept = inputs.output_directory(options.out), ""
+    if slices.pressed and (out / write.JSON).exists():
+        out /= PARTIAL
+        kept = f"; the earlier report in {options.out!r} is as it was"
     with console.input_errors():
         out.mkdir(parents=True, exist_ok=True)
         written = [write.write_numbers(report, out), *write.write_page(report, out, console.bar)]
@@ -42,7 +47,7 @@ def run(options: argparse.Namespace) -> None:
         print(f"{written[1]}: {size}; beside it {write.JSON} and {len(written) - 2} PNGs")
     console.check_finite([c.name for c in report.caches if c.perplexity is None or c.kl is None])
     if slices.pressed:
-        raise KeyboardInterrupt(f"{OF_READ_WINDOWS}, and times may be missing")
+        raise KeyboardInterrupt(f"{OF_READ_WINDOWS}, and times may be missing{kept}")
 
 
 def _read(options: argparse.Namespace) -> schema.CacheReport:

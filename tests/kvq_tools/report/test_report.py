@@ -175,3 +175,19 @@ def test_ctrl_c_writes_what_was_complete(made, shallow, run, press_in, tmp_path,
     assert (tmp_path / "index.html").exists()
     assert (written.text.scored == schema.read(made / "report.json").text.scored) is whole
     assert (written.speed and written.speed.contexts) == ((8,) if loop == "timing" else None)
+
+
+def test_ctrl_c_leaves_an_earlier_report_as_it_was(made, shallow, run, press_in, tmp_path):
+    press_in("evaluating", 1)
+    earlier = {name: (made / name).read_bytes() for name in ("report.json", "index.html")}
+    for name, content in earlier.items():
+        (tmp_path / name).write_bytes(content)
+    sizes = ("--batch", 1, "--contexts", "none")
+    asked = ("--text", made / "text.txt", "--cache", CACHES[0], *RUN, *sizes, "--out", tmp_path)
+    code, out, err = run("report", shallow, *asked)
+    assert code == 130
+    assert err.endswith(f"the earlier report in {str(tmp_path)!r} is as it was\n")
+    assert out.splitlines()[-1].startswith(f"{tmp_path / 'partial' / 'index.html'}: ")
+    assert {name: (tmp_path / name).read_bytes() for name in earlier} == earlier
+    partial, whole = (schema.read(at / "report.json") for at in (tmp_path / "partial", made))
+    assert partial.text.scored < whole.text.scored
