@@ -16,7 +16,7 @@ from kvq_models.llama.config import LlamaConfig
 from kvq_tools import json_lines
 from kvq_tools.cli import cache_sizes, console, inputs, text_input
 from kvq_tools.cli.model_loading import load_model, prepared
-from kvq_tools.cli.options.tasks import MOST_LENGTH, SAMPLES
+from kvq_tools.cli.options.tasks import MOST_LENGTH, MOST_SAMPLES, SAMPLES
 from kvq_tools.cli.tables import print_table
 from kvq_tools.cli.until_pressed import UntilPressed
 from kvq_tools.evaluation.tasks.filler import NoRoomError
@@ -51,10 +51,15 @@ def generated(
         raise console.UserError(
             f"--lengths {beyond[0]} is beyond the {config.positions} positions of the model"
         )
+    count = options.limit or SAMPLES
+    if count > MOST_SAMPLES:
+        raise console.UserError(
+            f"--limit {count} is too many generated samples; give at most {MOST_SAMPLES}"
+        )
     samples, short, needed = [], [], 0
     for length in options.lengths or (most // 4, most // 2, most):
         try:
-            samples += make(lengths=(length,), count=options.limit or SAMPLES, seed=options.seed)
+            samples += make(lengths=(length,), count=count, seed=options.seed)
         except NoRoomError as error:
             short, needed = [*short, length], length + error.lacking
             if options.lengths:

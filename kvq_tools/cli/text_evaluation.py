@@ -44,6 +44,10 @@ def checked(
             prompt=options.prompt,
             step=options.step or STEP,
         )
+    if (options.step or 1) > settings.window:  # all of a longer one would be padding
+        raise UserError(
+            f"--step {options.step} is more than the window of {settings.window} tokens; give fewer"
+        )
     return config, text, settings, files
 
 

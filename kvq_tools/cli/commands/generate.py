@@ -39,7 +39,8 @@ MODES = (ONE, SAVED, MANY)
 def run(options: argparse.Namespace) -> None:
     mode = mode_of(options)
     for name in sorted(frozenset().union(*(each.takes for each in MODES)) - mode.takes):
-        if getattr(options, name):
+        value = getattr(options, name)
+        if value is not None and value is not False:  # --memory 0 is given, too
             allowed = " or ".join(each.name for each in MODES if name in each.takes)
             raise UserError(f"--{name} is for {allowed}: {mode.why_not}")
     if mode is MANY:

@@ -103,6 +103,11 @@ def _contexts(options: argparse.Namespace, config: LlamaConfig) -> tuple[int, ..
     if chosen is None:
         reached = [n for n in CONTEXTS if options.steps < n < positions]
         chosen = (*reached, *([positions] if options.steps < positions <= CONTEXTS[-1] else []))
+        if not chosen and options.steps > STEPS:
+            raise console.UserError(
+                f"--steps {options.steps} has no context within the model's {positions} positions;"
+                " give fewer"
+            )
     beyond = [n for n in chosen if n > positions]
     if beyond:
         raise console.UserError(

@@ -6,6 +6,8 @@ import argparse
 
 from kvq_tools.cli.options import engine_size, sampling, shared, values
 
+MOST_DRAFTS = 256  # a step computes logits for each
+
 DESCRIPTION = """\
 Continues a prompt with a Llama-family checkpoint whose keys and values go
 through the cache SPEC, prints the text, and ends with one line about what was
@@ -84,7 +86,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--draft",
         metavar="N",
-        type=values.positive,
+        type=values.integer(1, MOST_DRAFTS),
         help=(
             "prompt-lookup decoding: draft up to N tokens per step from earlier text; output "
             "is unchanged (default: none)"

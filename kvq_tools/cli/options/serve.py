@@ -7,6 +7,8 @@ import argparse
 from kvq_models.inference.engine.limits import QUEUE_LIMIT, SLOTS
 from kvq_tools.cli.options import engine_size, shared, values
 
+MOST_GRACE = 86_400  # a day
+
 DESCRIPTION = f"""\
 Serves a Llama-family checkpoint with OpenAI's API: /v1/chat/completions,
 /v1/completions and /v1/models, as well as /health and /metrics (for
@@ -28,6 +30,13 @@ examples:
 docs/serving.md lists the supported fields of a request.
 
 {shared.CACHE_GRAMMAR}"""
+
+
+def _body_size(text: str) -> int:
+    size = values.byte_size(text)
+    if not size:
+        raise argparse.ArgumentTypeError(f"{text!r} refuses every request; write 8MiB")
+    return size
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -138,14 +147,14 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-body",
         metavar="BYTES",
-        type=values.byte_size,
+        type=_body_size,
         default=8 << 20,
         help="largest request body, such as 8MiB (default: 8MiB)",
     )
     parser.add_argument(
         "--grace",
         metavar="SECONDS",
-        type=values.positive,
+        type=values.integer(1, MOST_GRACE),
         default=60,
         help="how long answers may take after SIGTERM (default: %(default)s)",
     )

@@ -8,6 +8,7 @@ from typing import Any
 from kvq_tools.cli.console import UserError
 from kvq_tools.cli.options import values
 
+MOST_SAMPLES = 65_536  # of a text, drawn at once
 DTYPES = ("float32", "bfloat16")
 
 MODEL_HELP = (
@@ -169,7 +170,7 @@ def add_samples(parser: argparse.ArgumentParser, samples: int, length: int, *, r
     parser.add_argument(
         "--samples",
         metavar="N",
-        type=values.positive,
+        type=values.integer(1, MOST_SAMPLES),
         default=samples,
         help="random samples of the text (default: %(default)s)",
     )

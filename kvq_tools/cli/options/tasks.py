@@ -10,7 +10,7 @@ BATCH = 4
 
 MOST_LENGTH = 4096  # of the default lengths
 
-SAMPLES = 4  # for each length and depth
+SAMPLES, MOST_SAMPLES = 4, 10_000  # for each length and depth
 
 
 def add_arguments(

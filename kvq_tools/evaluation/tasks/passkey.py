@@ -117,12 +117,8 @@ def _sample(
     max_new_tokens: int,
 ) -> TaskSample:
     key, budget = str(rng.integers(10_000, 100_000)), length - max_new_tokens
-    dull = words(DULL)
-    filler = (
-        dull * (budget // len(dull) + 1)
-        if text is None
-        else excerpt(words(text), max(budget, 0), rng)
-    )
+    dull, most = words(DULL), max(budget, 0)
+    filler = dull * (most // len(dull) + 1) if text is None else excerpt(words(text), most, rng)
     ids = fitted(
         lambda n: prompts.ids(question(key, filler[:n], depth), ANSWER_PREFIX), len(filler), budget
     )

@@ -37,6 +37,22 @@ REFUSED = [
     ("generate {model} --prompt a --temperature=-1", "temperature=-1.0"),
     ("generate {model} --prompt a --draft 3 --temperature 0.5", "for greedy decoding"),
     ("generate {model} --prompt a --draft 3 --mesh heads=2", "on one device"),
+    ("generate {model} --prompt a --draft 99999", "'99999' must be an integer from 1 to 256"),
+    ("generate {model} --prompt a --memory 0", "--memory is for many prompts: give --prompts"),
+    ("serve {model} --max-body 0", "'0' refuses every request; write 8MiB"),
+    ("serve {model} --grace 99999999", "'99999999' must be an integer from 1 to 86400"),
+    ("memory {model} --cache kivi --budget 999999999T", "is not a size; write 24GiB"),
+    (
+        "calibrate {model} --text {text} --cache kvquant --out {tmp}/f --samples 4294967296",
+        "must be an integer from 1 to 65536",
+    ),
+    ("eval {model} --text {text} --cache int4 --step 999", "more than the window of 256 tokens"),
+    (
+        "report {model} --text {text} --cache int4 --steps 999 --out {tmp}/o",
+        "--steps 999 has no context within the model's 256 positions; give fewer",
+    ),
+    ("ruler {model} --task fwe --limit 4294967296", "too many generated samples; give at most 1"),
+    (f"passkey {{model}} --max-new-tokens {'9' * 25}", "was trained for 256 positions"),
     (
         "generate {bare} --prompt-ids=1,2 --cache=kivi:pre_rope=true --implementation=pallas",
         "implementation='pallas' cannot run: ",
