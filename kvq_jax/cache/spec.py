@@ -346,10 +346,9 @@ def _with_cache_options(spec: CacheSpec, options: dict[str, str]) -> CacheSpec:
             changes[key] = tuple(
                 sorted({layer for first, last in changes[key] for layer in range(first, last + 1)})
             )
-        if key in ("sink", "recent", "block") and changes[key] < (key == "block"):
-            raise ValueError(
-                f"{key}={text} is too small: sink and recent are at least 0, block at least 1"
-            )
+        least = int(key == "block")
+        if key in ("sink", "recent", "block") and not least <= changes[key] < 1 << 31:
+            raise ValueError(f"{key}={text} must be at least {least} and below 2**31")
     return dataclasses.replace(spec, **changes)
 
 

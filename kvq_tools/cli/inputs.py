@@ -133,16 +133,16 @@ def output_file(path: str, option: str = "--out") -> Path:
     return out
 
 
-def output_directory(path: str, *, empty: bool = False) -> Path:
-    """Check before any work that the directory of --out can be created and written. Nothing is
-    created yet."""
+def output_directory(path: str, option: str = "--out", *, empty: bool = False) -> Path:
+    """Check before any work that a directory can be created and written. Nothing is created
+    yet."""
     out = Path(path)
     if empty and out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise UserError(f"--out {path!r} exists and is not an empty directory; name a new one")
+        raise UserError(f"{option} {path!r} exists and is not an empty directory; name a new one")
     if out.exists() and not out.is_dir():
-        raise UserError(f"--out {path!r} is a file; name a directory")
+        raise UserError(f"{option} {path!r} is a file; name a directory")
     above = next(folder for folder in (out.absolute(), *out.absolute().parents) if folder.exists())
-    _check_writable(above, f"--out {path!r}")
+    _check_writable(above, f"{option} {path!r}")
     return out
 
 

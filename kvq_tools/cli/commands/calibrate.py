@@ -18,8 +18,8 @@ from kvq_tools.cli.tables import layer_runs, print_line, print_table
 
 def run(options: argparse.Namespace) -> None:
     out = inputs.output_file(options.out)
+    work = inputs.output_directory(options.work or f"{out}.work", "--work")
     ids, length = _checked(options)
-    work = Path(f"{out}.work" if options.work is None else options.work)
     with console.loading(options.model), console.input_errors():
         llama, _ = load_llama(options.model, dtype=options.dtype, weights="dense")
     started = time.perf_counter()

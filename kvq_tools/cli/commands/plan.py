@@ -287,7 +287,9 @@ def _planners(
                 f" {config.positions} positions"
             )
         request.check(config)
-        work = Path(options.work) if options.work else kept.folder(options.model)
+        work = kept.folder(options.model)
+        if options.work:
+            work = inputs.output_directory(options.work, "--work")
         work.mkdir(parents=True, exist_ok=True)
     with loading(options.model), input_errors():
         llama, _ = load_llama(options.model, dtype="float32", weights="dense")

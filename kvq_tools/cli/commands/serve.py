@@ -145,6 +145,12 @@ def _checked_keys(options: argparse.Namespace) -> list[str]:
         )
     if options.prefix_disk is not None and options.prefix_dir is None:
         raise UserError("--prefix-disk limits --prefix-dir: give that, too")
+    if options.prefix_disk == 0:
+        raise UserError("--prefix-disk 0 keeps nothing: leave out --prefix-dir, too")
+    if options.prefix_dir is not None:
+        inputs.output_directory(options.prefix_dir, "--prefix-dir")
+    if not options.host:  # a socket would take it for all addresses
+        raise UserError("--host is empty; write 127.0.0.1, or 0.0.0.0 for every network")
     if options.mesh is not None and (options.prefix_memory or options.prefix_dir is not None):
         raise UserError(
             "prefixes are only kept for a cache on one device: leave out --prefix-memory and"

@@ -80,6 +80,9 @@ REFUSED = [
     ),
     ("quantize-weights {model} --bits 3 --sparse 2 --text {text} --out {tmp}/o", "sparse=2.0 must"),
     ("serve {model} --host 256.1.1.1", "not known"),
+    ("serve {model} --host ''", "write 127.0.0.1, or 0.0.0.0 for every network"),
+    ("serve {model} --prefix-dir {text}", "is a file; name a directory"),
+    ("serve {model} --prefix-dir {tmp} --prefix-disk 0", "leave out --prefix-dir, too"),
     ("serve {model} --prefix-disk 1GiB", "--prefix-disk limits --prefix-dir"),
     ("serve {model} --mesh heads=2 --prefix-memory 1MiB", "leave out --prefix-memory and"),
     ("passkey {model} --depths 0,2", "between 0 and 1"),
@@ -132,6 +135,11 @@ REFUSED = [
     ("report {model} --from {tmp}/row --out {tmp}/o", "leave out MODEL"),
     ("report --from {tmp}/row --window 64 --out {tmp}/o", "leave out --window"),
     # files
+    (
+        "calibrate {model} --text {text} --cache kvquant --out {tmp}/f --work {text}",
+        "is a file; name a directory",
+    ),
+    (f"generate {{model}} --prompt a --cache kivi:block={'9' * 25}", "at least 1 and below 2**31"),
     ("report --from {text} --out {tmp}/o", "is not JSON"),
     ("report --from {tmp}/nested --out {tmp}/o", "is not JSON"),
     ("eval {model} --text {tmp}/none.txt --cache int4", "none.txt': No such file or directory"),
