@@ -241,8 +241,6 @@ def test_sides_scales_and_checks_have_windows_of_their_own(monkeypatch: pytest.M
         assert first <= min(every) <= max(every) < last, f"{name}: calibrated on, or the other text"
     with pytest.raises(ValueError, match="has 8999 tokens, and a plan needs at least 9000"):
         asked._replace(ids=ids[:8999]).check(config)
-    with pytest.raises(
-        ValueError, match="--check-text has 3599 tokens, and 12 windows of 300"
-    ):
+    with pytest.raises(ValueError, match="--check-text has 3599 tokens, and 12 windows of 300"):
         asked._replace(other=ids[:3599]).check(config)
     asked._replace(ids=ids[:9000], other=ids[:3600]).check(config)
