@@ -11,7 +11,9 @@ import resource
 import warnings
 from collections.abc import Iterator
 
+import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache as jax_cache
 
 from kvq_jax.files.whole import UNFINISHED
 from kvq_tools import json_lines
@@ -28,6 +30,17 @@ def no_file_grows(size: int = 0) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.fixture(autouse=True)
+def own_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep compiled programs elsewhere: one that the full disk cuts off would fail a later test."""
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("programs")))
+    jax_cache.reset_cache()
+    yield
+    jax.config.update("jax_compilation_cache_dir", before)
+    jax_cache.reset_cache()
 
 
 # not the folder of prefixes: a server goes on without one that it cannot keep
