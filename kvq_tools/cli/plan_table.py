@@ -25,7 +25,7 @@ def print_plan(result: dict[str, Any], options: argparse.Namespace) -> None:
             **cache_sizes.resident_cells(cache),
             "predicted KL": _number(cache["predicted_kl"]),
             "measured KL": _number(cache["measured_kl"]),
-            **(_other_cells(cache) if result["check_text"] else {}),
+            **(_other_cells(cache) if result["other_text"] else {}),
         }
         for cache in result["caches"]
     ]
@@ -42,9 +42,9 @@ def print_plan(result: dict[str, Any], options: argparse.Namespace) -> None:
     else:
         kind = "they only rank caches" if error["ranks_only"] else f"within a factor of {FACTOR:g}"
         print_line(
-            f"KL in nats per token, on {result['text']} and (check) {result['check_text']}."
-            " Predictions add up the costs of sides, scaled to each text; on windows that neither"
-            f" saw the worst is {error['factor']:.2f} times off: {kind}"
+            f"KL in nats per token, on {result['text']} and {result['other_text']}."
+            " Predictions add up the costs of sides; on windows that nothing else saw"
+            f" the worst is {error['factor']:.2f} times off: {kind}"
         )
     for path, written in ((options.out, "the cache"), (options.picture, "the picture")):
         if path:
@@ -61,7 +61,7 @@ def print_plan(result: dict[str, Any], options: argparse.Namespace) -> None:
 
 def _other_cells(cache: dict[str, Any]) -> dict[str, str]:
     return {
-        f"{kind} (check)": _number(cache[f"{kind}_kl_on_check_text"])
+        f"{kind} KL, other text": _number(cache[f"{kind}_kl_on_other_text"])
         for kind in ("predicted", "measured")
     }
 

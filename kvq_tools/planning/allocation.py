@@ -100,6 +100,19 @@ class Costs:
         )
 
 
+def mean(costs: Sequence[Costs]) -> Costs:
+    """Return the geometric mean of costs that were measured on several texts at the same bits."""
+    first = costs[0]
+    ratios = {
+        side: {
+            n: math.exp(sum(math.log(one.ratios[side][n]) for one in costs) / len(costs))
+            for n in of_side
+        }
+        for side, of_side in first.ratios.items()
+    }
+    return dataclasses.replace(first, ratios=ratios)
+
+
 def costs_of(
     calibration: Calibration, ratios: Mapping[tuple[int, Side], Mapping[int, float]]
 ) -> Costs:

@@ -3,12 +3,12 @@ caches.
 
     1. calibrate waterfill on the first half of the text
     2. for every layer and side, and MEASURED bits: measure KL with only that side read through the
-       cache, on windows of the second half
-    3. choose widths for a budget from these, shrunk towards their mean (allocation.py)
-    4. measure waterfill with equal shares on these windows, on others, and on those of a text of
-       another kind: the ratios scale the sums of costs to each text
-    5. on further windows of both texts, check this cache, the one with equal shares, and the
-       largest cache of each other method that fits
+       cache, on windows of the second half and of a text of another kind
+    3. choose widths for a budget from the mean over both texts, shrunk (allocation.py)
+    4. read waterfill with equal shares on these windows and on more: for each text, their ratio
+       scales the sums of costs
+    5. on further windows, check this cache, the one with equal shares, and the largest cache of
+       each other method that fits
 
 Every number goes to a journal at once, from which the same request continues.
 """
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import jax.numpy as jnp
+import numpy as np
 
 import kvq_jax as kvq
 from kvq_jax.arrays.reverse_water_filling import MOST, layer_widths
@@ -45,9 +46,9 @@ from kvq_tools.evaluation.journal import Journal
 from kvq_tools.evaluation.results import finite
 from kvq_tools.evaluation.run import measure_rows
 from kvq_tools.planning import kept
-from kvq_tools.planning.allocation import SIDES, Costs, Widths, costs_of
+from kvq_tools.planning.allocation import SIDES, Costs, Widths, costs_of, mean
 from kvq_tools.planning.defaults import MEASURED, METHOD, Bases
-from kvq_tools.planning.request import CHECKED, HELD_OUT, SCALING, PlanRequest
+from kvq_tools.planning.request import SCALING, TEXTS, WHOLE, Kind, PlanRequest
 from kvq_tools.planning.sensitivity import Sensitivity, one_side
 from kvq_tools.planning.unmeasured import spec_of, widths_within
 
@@ -105,15 +106,15 @@ class PlannedCache(NamedTuple):
 
 
 class Predictions(NamedTuple):
-    """The costs of sides, and KL on each text over KL on the windows of sides."""
+    """The costs of sides on each text, and KL on more windows of it over KL on those of sides."""
 
-    costs: Costs
+    costs: tuple[Costs, Costs]
     scales: tuple[float, float]
 
     def of(self, widths: Sequence[tuple[Widths, Widths]]) -> tuple[float, float]:
         """Return the KL of a whole cache on each text: the scaled sum over layers and sides."""
-        total = self.costs.total(widths)
-        return total * self.scales[0], total * self.scales[1]
+        text, other = (costs.total(widths) for costs in self.costs)
+        return text * self.scales[0], other * self.scales[1]
 
 
 class Planner:
@@ -140,16 +141,17 @@ class Planner:
             "model": self.calibration.model_fingerprint,
             "text": sha256(request.ids),
             "calibration": hashlib.sha256(Path(self.file).read_bytes()).hexdigest(),
-            "check_text": sha256(request.other),
+            "other_text": sha256(request.other),
             "window": request.window,
             "windows": request.windows,
-            "checked": CHECKED,
+            "whole": WHOLE,
         }
         name = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:12]
         self.journal = Journal(work / f"measured-{name}.jsonl", identity)
         self.sides: list[dict[str, Any]] = []
-        self.exact = dict[str, dict[int, HiddenBTD]]()  # the full-precision model's, by window
-        self.sensitivity = functools.cache(lambda: Sensitivity(llama, request.rows, request.prompt))
+        # outputs of the full-precision model
+        self.exact = dict[tuple[int, Kind], dict[int, HiddenBTD]]()
+        self.sensitivity = functools.cache(self._sensitivity)
 
     def _calibrated(self, given_file: bool, text: str) -> Calibration:
         """Return the calibration of a given file, else the one that an earlier plan on this text
@@ -171,33 +173,42 @@ class Planner:
         Store.delete(samples)
         return calibration
 
-    def costs(self) -> Costs:
+    def _sensitivity(self) -> Sensitivity:
+        rows = np.concatenate([self.request.rows(text, "sides") for text in TEXTS])
+        return Sensitivity(self.llama, rows, self.request.prompt)
+
+    def costs(self) -> tuple[Costs, Costs]:
         """Measure every side of every layer at MEASURED bits, except those that an earlier call
-        measured."""
+        measured. Return the costs on each text."""
         expected = costs_of(self.calibration, {})
-        ratios = dict[tuple[int, Side], dict[int, float]]()
         work = list(self._sides(expected))
         missing = [one for one in work if one.key not in self.journal.rows]
         for one in self.progress(missing, "measuring sides of layers"):
             layers = self.llama.config.num_hidden_layers
             spec = spec_of([(one.widths, one.widths)] * layers, self.method)
-            kl = self.sensitivity().kl(
+            of_windows = self.sensitivity().kl(
                 self.prepared, one_side(spec, one.side, kvq.parse(METHOD)), one.layer
             )
-            if not math.isfinite(kl):
+            if not np.isfinite(of_windows).all():
                 raise ValueError(
                     f"layer {one.layer}, {one.side}: the model's predictions through the cache are"
                     " not finite"
                 )
-            bits = one.bits(self.llama.config)
-            row = {"layer": one.layer, "side": one.side, "bits": bits, "kl": kl}
-            self.journal.add(one.key, row)
+            kl, other = map(float, of_windows.reshape(len(TEXTS), -1).mean(axis=1))
+            row = {"layer": one.layer, "side": one.side, "bits": one.bits(self.llama.config)}
+            self.journal.add(one.key, row | {"kl": kl, "kl_on_other_text": other})
+        self.sides = [self.journal.rows[one.key] for one in work]
+        text, other = (self._costs(work, field) for field in ("kl", "kl_on_other_text"))
+        return text, other
+
+    def _costs(self, work: Iterable[MeasuredSide], field: str) -> Costs:
+        expected = costs_of(self.calibration, {})
+        ratios = dict[tuple[int, Side], dict[int, float]]()
         for one in work:
-            kl = max(self.journal.rows[one.key]["kl"], LEAST)
+            kl = max(self.journal.rows[one.key][field], LEAST)
             ratios.setdefault((one.layer, one.side), {})[sum(one.widths)] = kl / max(
                 expected.expected(*one), LEAST
             )
-        self.sides = [self.journal.rows[one.key] for one in work]
         return costs_of(self.calibration, ratios)
 
     def _sides(self, costs: Costs) -> Iterator[MeasuredSide]:
@@ -218,20 +229,25 @@ class Planner:
             for layer, (widths,) in enumerate(shared):
                 yield MeasuredSide(layer, side, widths)
 
-    def predictions(self, costs: Costs, bits: float) -> Predictions:
-        """Return the costs with their scales: KL of waterfill with equal shares of `bits` stored
-        bits on windows of each text over that on the windows of sides. Windows and texts differ in
-        how hard they are, and much the same for all caches."""
+    def predictions(self, costs: tuple[Costs, Costs], bits: float) -> Predictions:
+        """Return the costs with their scales, which waterfill with equal shares of `bits` stored
+        bits measures. Windows of a text differ in how hard they are, much the same for all
+        caches."""
         equal = self._equal(bits)
-        self._read((equal, name) for name in SCALING)
-        sides, text, other = (max(self._kl(equal, name), LEAST) for name in SCALING)
-        if not math.isfinite(sides + text + other):
+        self._read((equal, text, kind) for text in TEXTS for kind in SCALING)
+        kl = np.array(
+            [[max(self._kl(equal, text, kind), LEAST) for kind in SCALING] for text in TEXTS]
+        )
+        if not np.isfinite(kl).all():
             return Predictions(costs, (1.0, 1.0))
-        return Predictions(costs, (text / sides, other / sides))
+        of_sides, of_more = np.maximum(kl, LEAST).T
+        text, other = map(float, of_more / of_sides)
+        return Predictions(costs, (text, other))
 
     def planned(self, predictions: Predictions, bits: float, context: int) -> PlannedCache:
         """Return waterfill with widths for `bits` stored bits in sequences of `context` tokens."""
-        widths = widths_within(predictions.costs.shrunk(), bits, self.llama.config, context)
+        costs = mean(predictions.costs).shrunk()
+        widths = widths_within(costs, bits, self.llama.config, context)
         return PlannedCache(spec_of(widths, self.method), predictions.of(widths))
 
     def check(
@@ -241,8 +257,8 @@ class Planner:
         context: int,
         fits: Callable[[CacheSpec], bool],
     ) -> list[Checked]:
-        """Measure the best caches of `bits` bits as a whole on the held-out windows of both texts,
-        and of other methods those that fit. Return them with the best first."""
+        """Measure the best caches of `bits` bits as a whole on windows of both texts that nothing
+        else has seen, and of other methods those that fit. Return them with the best first."""
         equal, planned = self._equal(bits), self.planned(predictions, bits, context)
         # waterfill is the only method whose widths have predictions
         method, dims = cast("Waterfill", equal.k), self.calibration.dims
@@ -250,40 +266,38 @@ class Planner:
         shares = [(method.widths("k", i, dims), method.widths("v", i, dims)) for i in layers]
         ours = {equal: predictions.of(shares), planned.spec: planned.predicted}
         specs = [*ours, *filter(fits, map(kvq.parse, rivals(self.llama.config, bits)))]
-        self._read(itertools.product(specs, HELD_OUT))
-        checked = [
-            Checked(
-                spec, (self._kl(spec, HELD_OUT[0]), self._kl(spec, HELD_OUT[1])), ours.get(spec)
-            )
-            for spec in specs
-        ]
+        self._read((spec, text, "check") for spec in specs for text in TEXTS)
+        checked = list[Checked]()
+        for spec in specs:
+            text, other = (self._kl(spec, text, "check") for text in TEXTS)
+            checked.append(Checked(spec, (text, other), ours.get(spec)))
         return sorted(checked, key=lambda one: one.mean)
 
     def _equal(self, bits: float) -> CacheSpec:
         return resolved(self.bases.spec(bits), self.calibration)
 
-    def _read(self, work: Iterable[tuple[CacheSpec, str]]) -> None:
-        """Measure whole caches on windows of these names, except what an earlier call measured."""
+    def _read(self, work: Iterable[tuple[CacheSpec, int, Kind]]) -> None:
+        """Measure whole caches on windows of a text, except what an earlier call measured."""
         missing = [one for one in work if _key(*one) not in self.journal.rows]
-        for spec, name in self.progress(missing, "reading whole caches"):
+        for spec, text, kind in self.progress(missing, "reading whole caches"):
             known = isinstance(spec.k, Waterfill)
             llama = self.prepared if known else prepare(self.llama, spec)
             (quality,) = measure_rows(
                 [(llama, spec)],
-                jnp.asarray(self.request.of(name)),
+                jnp.asarray(self.request.rows(text, kind)),
                 prompt=self.request.prompt,
-                batch=self.request.windows,  # as many for all names: one program
-                kept=self.exact.setdefault(name, {}),
+                batch=self.request.windows,  # of all kinds: one program
+                kept=self.exact.setdefault((text, kind), {}),
             )
-            self.journal.add(_key(spec, name), {"kl": finite(float(quality.kl.mean()))})
+            self.journal.add(_key(spec, text, kind), {"kl": finite(float(quality.kl.mean()))})
 
-    def _kl(self, spec: CacheSpec, name: str) -> float:
-        kl = self.journal.rows[_key(spec, name)]["kl"]
+    def _kl(self, spec: CacheSpec, text: int, kind: Kind) -> float:
+        kl = self.journal.rows[_key(spec, text, kind)]["kl"]
         return math.inf if kl is None else kl
 
 
-def _key(spec: CacheSpec, name: str) -> str:
-    return f"cache {spec} on {name}"
+def _key(spec: CacheSpec, text: int, kind: Kind) -> str:
+    return f"cache {spec}, text {text}, {kind}"
 
 
 def rivals(config: LlamaConfig, bits: float) -> list[str]:

@@ -1,13 +1,13 @@
 """The texts of `kvq plan --text`, and the windows that it measures on.
 
-the text, first half      waterfill is calibrated on it
-the text, second half     windows of sides, of scales, and to check caches on, in turns
-the other text            windows of scales and to check caches on, in turns
+waterfill is calibrated on the first half of the text. Its second half, and the other text, have
+windows of three kinds, in turns: those on which sides are measured, those by which sums of sides
+are scaled, and those on which whole caches are checked, which nothing else has seen.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Int
@@ -16,10 +16,10 @@ import kvq_jax as kvq
 from kvq_jax.types.array_types import ModelDims
 from kvq_tools.planning.defaults import METHOD, SCORED
 
-Windows = Int[np.ndarray, "B T"]
-CHECKED = 4  # times as many windows of each text as sides are measured on
-SCALING: tuple[str, str, str] = "windows of sides", "the text", "the other text"
-HELD_OUT: tuple[str, str] = "held-out windows of the text", "held-out windows of the other text"
+Kind = Literal["sides", "scale", "check"]
+SCALING: tuple[Kind, Kind] = "sides", "scale"
+TEXTS = range(2)  # the text and the other one
+WHOLE = 4  # times as many windows for whole caches, of either kind, as for sides
 
 
 class PlanRequest(NamedTuple):
@@ -39,23 +39,18 @@ class PlanRequest(NamedTuple):
         middle = len(self.ids) // 2
         return self.ids[:middle], self.ids[middle:]
 
-    def of(self, name: str) -> Windows:
-        """Return the windows of a name of SCALING or HELD_OUT."""
-        text = self._spread(self.halves[1], 1 + 2 * CHECKED)
-        sides = np.arange(len(text)) % (1 + 2 * CHECKED) == 0
-        text, other = text[~sides], self._spread(self.other, 2 * CHECKED)
-        every = self.rows, text[::2], other[::2], text[1::2], other[1::2]
-        return dict(zip((*SCALING, *HELD_OUT), every, strict=True))[name]
+    def rows(self, text: int, kind: Kind) -> Int[np.ndarray, "B T"]:
+        """Return the windows of a kind, spread evenly over a text."""
+        ids = (self.halves[1], self.other)[text]
+        starts = np.linspace(0, len(ids) - self.window, self._count).astype(int)
+        every = np.stack([ids[start : start + self.window] for start in starts]).astype(np.int32)
+        sides = np.arange(len(every)) % (1 + 2 * WHOLE) == 0
+        whole = every[~sides]
+        return {"sides": every[sides], "scale": whole[::2], "check": whole[1::2]}[kind]
 
     @property
-    def rows(self) -> Windows:
-        """Return the windows on which sides are measured."""
-        return self._spread(self.halves[1], 1 + 2 * CHECKED)[:: 1 + 2 * CHECKED]
-
-    def _spread(self, ids: np.ndarray, times: int) -> Windows:
-        """Return `times` as many windows as sides are measured on, evenly over the tokens."""
-        starts = np.linspace(0, len(ids) - self.window, times * self.windows).astype(int)
-        return np.stack([ids[start : start + self.window] for start in starts]).astype(np.int32)
+    def _count(self) -> int:
+        return (1 + 2 * WHOLE) * self.windows
 
     @property
     def prompt(self) -> int:
@@ -72,17 +67,16 @@ class PlanRequest(NamedTuple):
                 f"windows of {self.window} tokens leave nothing to quantize: give at least"
                 f" {least + SCORED}"
             )
+        windows = f"{self._count} windows of {self.window}"
         fewer = "--windows and --window make them fewer or shorter"
-        count = (1 + 2 * CHECKED) * self.windows
-        needed = 2 * max(count * self.window, self.length + 1)
+        needed = 2 * max(self._count * self.window, self.length + 1)
         if len(self.ids) < needed:
             raise ValueError(
                 f"the text has {len(self.ids)} tokens, and a plan needs at least {needed}: half to"
-                f" calibrate on, half for {count} windows of {self.window}; {fewer}"
+                f" calibrate on, half for {windows}; {fewer}"
             )
-        count = 2 * CHECKED * self.windows
-        if len(self.other) < count * self.window:
+        if len(self.other) < self._count * self.window:
             raise ValueError(
-                f"--check-text has {len(self.other)} tokens, and {count} windows of {self.window}"
-                f" need {count * self.window}; {fewer}"
+                f"--other-text has {len(self.other)} tokens, and {windows} need"
+                f" {self._count * self.window}; {fewer}"
             )

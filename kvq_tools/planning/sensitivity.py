@@ -66,9 +66,9 @@ class Sensitivity:
             hidden = finish_layer(layer, hidden, _exact(layer, inputs))
         self.exact = head(llama, hidden[:, prompt:-1])
 
-    def kl(self, llama: Llama, spec: CacheSpec, layer: int) -> float:
-        """Return the mean KL in nats per token after the prompt if only this layer is read through
-        a cache of `spec`.
+    def kl(self, llama: Llama, spec: CacheSpec, layer: int) -> Float[np.ndarray, " B"]:
+        """Return each window's mean KL in nats per token after the prompt if only this layer is
+        read through a cache of `spec`.
 
         llama: the model, prepared for the cache (`kvq_models.prepare`).
         """
@@ -81,18 +81,18 @@ class Sensitivity:
             hidden = finish_layer(layer_above, hidden, attended)
         return self._divergence(hidden[:, :-1])
 
-    def _divergence(self, hidden: HiddenBTD) -> float:
-        """Return the mean KL of predictions from the last layer's output for the tokens after the
-        prompt but the last."""
+    def _divergence(self, hidden: HiddenBTD) -> Float[np.ndarray, " B"]:
+        """Return each window's mean KL of predictions from the last layer's output for the tokens
+        after the prompt but the last."""
         batch, length = hidden.shape[:2]
         size = max(1, LOGITS // (batch * self.llama.config.vocab_size))
         following = self.tokens[:, self.prompt + 1 :]
-        total = 0.0
+        total = np.zeros(batch)
         for at in range(0, length, size):
             chunk = (slice(None), slice(at, at + size))
             logits = head(self.llama, hidden[chunk])
-            total += float(_sum_of_kl(logits, self.exact[chunk], following[chunk]))
-        return total / (batch * length)
+            total += np.asarray(_sum_of_kl(logits, self.exact[chunk], following[chunk]))
+        return total / length
 
     def _through(self, llama: Llama, spec: CacheSpec, layer: int) -> HiddenBTD:
         """Return the layer's output for the tokens after the prompt, read through the cache step by
@@ -143,5 +143,5 @@ def _exact(
 @jax.jit
 def _sum_of_kl(
     logits: Float[Array, "B T V"], exact: Float[Array, "B T V"], following: Int[Array, "B T"]
-) -> Float[Array, ""]:
-    return compare(logits, exact, following).kl.sum()
+) -> Float[Array, " B"]:
+    return compare(logits, exact, following).kl.sum(axis=1)

@@ -91,8 +91,8 @@ def run(options: argparse.Namespace) -> None:
 def _check_needs(options: argparse.Namespace) -> None:
     """If there is no budget, raise a UserError with everything that is missing. A text to check on
     needs a text to measure on."""
-    if options.check_text is not None and (options.text is None or options.fast):
-        raise UserError("--check-text needs --text without --fast: only measured plans are checked")
+    if options.other_text is not None and (options.text is None or options.fast):
+        raise UserError("--other-text needs --text without --fast: only measured plans are checked")
     if all(part is None for part in (options.budget, options.device, options.tokens_per_second)):
         budget = "a budget: --budget 2.5bits, --budget 600MiB, or --device with --tokens-per-second"
         raise UserError(
@@ -172,7 +172,7 @@ def _fast(
     _, chosen, file = min(best)
     return {
         "text": options.text,
-        "check_text": None,
+        "other_text": None,
         "calibration": file,
         "chosen": chosen,
         "caches": sorted(caches, key=lambda cache: cache["bits"]),
@@ -238,7 +238,7 @@ def _measured(
         raise UserError("the model's predictions are finite through no cache of this budget")
     return {
         "text": options.text,
-        "check_text": options.check_text or CODE,
+        "other_text": options.other_text or CODE,
         "calibration": planner.file,
         "chosen": str(chosen.spec),
         "caches": sorted(caches, key=lambda cache: (cache["bits"], cache["measured_kl"] or 0)),
@@ -268,7 +268,7 @@ def _planners(
     options: argparse.Namespace, config: LlamaConfig, choices: Sequence[Bases]
 ) -> list[Planner]:
     """Check the request, load the model and calibrate for each choice of bases."""
-    texts = text_input.read_text(options.text), "" if options.fast else _check_text(options)
+    texts = text_input.read_text(options.text), "" if options.fast else _other_text(options)
     tokenizer = text_input.need_tokenizer(options.model, "read the text")
     ids, other = (np.asarray(text_input.encode(tokenizer, text), np.int32) for text in texts)
     window = min(WINDOW, config.positions) if options.window is None else options.window
@@ -307,12 +307,12 @@ def _planners(
     return planners
 
 
-def _check_text(options: argparse.Namespace) -> str:
-    """Return the text of --check-text, by default Python's own sources."""
-    if options.check_text is not None:
-        return text_input.read_text(options.check_text)
+def _other_text(options: argparse.Namespace) -> str:
+    """Return the text of --other-text, by default Python's own sources."""
+    if options.other_text is not None:
+        return text_input.read_text(options.other_text)
     if (text := code_text()) is None:
-        raise UserError("this Python comes without sources to check caches on: give --check-text")
+        raise UserError("this Python comes without sources to check caches on: give --other-text")
     return text
 
 
@@ -338,8 +338,8 @@ def kl_on_texts(
     return {
         "predicted_kl": predicted_kl,
         "measured_kl": measured_kl,
-        "predicted_kl_on_check_text": predicted_other,
-        "measured_kl_on_check_text": measured_other,
+        "predicted_kl_on_other_text": predicted_other,
+        "measured_kl_on_other_text": measured_other,
     }
 
 

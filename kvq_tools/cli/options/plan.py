@@ -30,10 +30,10 @@ other budgets. It needs a budget and, the first time for a model, a text.
 
 With --text, it measures. waterfill is calibrated on the first half of the text
 ({SAMPLES} x {LENGTH} tokens). Then every side of every layer is read through the cache by
-itself, at {_WIDTHS} bits, on windows of the second half. This gives the
-widths of all layers. The best caches of the budget, also of other methods, are
-then read as a whole on other windows and on those of --check-text, and the one
-with the least KL on both wins. Every number is saved at once: after Ctrl-C the
+itself, at {_WIDTHS} bits, on windows of the second half and of --other-text.
+This gives the widths of all layers. The best caches of the budget, also of
+other methods, are then read as a whole on further windows of both texts, and
+the one with the least KL wins. Every number is saved at once: after Ctrl-C the
 same command continues, and another budget for the same model and texts measures
 only its last step.
 
@@ -70,10 +70,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--text", metavar="FILE", help="a UTF-8 text to calibrate and measure on")
     parser.add_argument(
-        "--check-text",
+        "--other-text",
         metavar="FILE",
         help=(
-            "with --text: a text of another kind, on which the best caches are read as well"
+            "with --text: a text of another kind to measure on as well, so that the plan is not"
+            " for one kind of text"
             f" (default: sources of {CODE})"
         ),
     )

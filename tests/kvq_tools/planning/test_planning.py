@@ -18,9 +18,9 @@ from kvq_models.llama import open_checkpoint
 from kvq_tools.cli.commands import plan
 from kvq_tools.evaluation import measure_rows
 from kvq_tools.planning import kept, measuring, request, sensitivity
-from kvq_tools.planning.allocation import SIDES, Costs, costs_of, shared_out
+from kvq_tools.planning.allocation import SIDES, Costs, costs_of, mean, shared_out
 from kvq_tools.planning.defaults import CODE, KEY_BASES
-from kvq_tools.planning.request import HELD_OUT, SCALING, PlanRequest
+from kvq_tools.planning.request import PlanRequest
 from kvq_tools.planning.sensitivity import Sensitivity, one_side
 from kvq_tools.planning.unmeasured import spec_of, widths_within
 
@@ -97,14 +97,16 @@ def test_one_side_of_one_layer_costs_what_the_whole_cache_does_with_all_else_exa
     spec = one_side(spec_of([(widths, widths)] * 2), side, windows)
     measured = Sensitivity(llama, rows, 48, STEP)
     found = measured.kl(prepared, spec, layer)
+    assert found.shape == (len(rows),)
     alone = dataclasses.replace(spec, skip_layers=(1 - layer,))
     (whole,) = measure_rows([(prepared, alone)], jnp.asarray(rows), prompt=48)
-    assert found == pytest.approx(float(whole.kl.mean()), rel=1e-2)
-    assert found > 1e-4, "nothing was read from the body"
+    np.testing.assert_allclose(found, whole.token_kl.mean(axis=1), rtol=1e-2)
+    assert found.min() > 1e-4, "nothing was read from the body"
     coarse = one_side(spec_of([((1, *[0] * 7),) * 2] * 2), side, windows)
-    assert measured.kl(prepared, coarse, layer) > 1.5 * found
+    assert (measured.kl(prepared, coarse, layer) > 1.5 * found).all()
     monkeypatch.setattr(sensitivity, "LOGITS", 5 * len(rows) * llama.config.vocab_size)
-    assert measured.kl(prepared, spec, layer) == pytest.approx(found, rel=1e-5), "in parts"
+    in_parts = measured.kl(prepared, spec, layer)
+    np.testing.assert_allclose(in_parts, found, rtol=1e-5)
 
 
 # --- files and the command
@@ -173,7 +175,7 @@ def test_a_measured_plan_goes_on_from_what_was_measured_and_takes_the_cache_of_t
     monkeypatch.setattr(measuring, "MEASURED", (2.0,))
     monkeypatch.setattr(measuring, "RIVALS", ("turboquant:bits=1", "kivi:bits=2"))
     monkeypatch.setattr(plan, "LENGTH", 128)
-    monkeypatch.setattr(request, "CHECKED", 1)
+    monkeypatch.setattr(request, "WHOLE", 1)
     text = tmp_path / "text.txt"
     text.write_text(PASSAGE.read_text() * 2)
     sizes = "--budget=2bits --window=284 --windows=1 --context=512 --key-basis=best"
@@ -192,11 +194,11 @@ def test_a_measured_plan_goes_on_from_what_was_measured_and_takes_the_cache_of_t
     checked = {name: one for name, one in caches.items() if one["measured_kl"] is not None}
     assert set(read) - set(checked) == {read[0]}, "its predictions are not finite"
     both = {
-        name: cache["measured_kl"] * cache["measured_kl_on_check_text"]
+        name: cache["measured_kl"] * cache["measured_kl_on_other_text"]
         for name, cache in checked.items()
     }
     assert found["chosen"] == min(both, key=lambda name: both[name])
-    assert found["check_text"] == CODE
+    assert found["other_text"] == CODE
     assert "turboquant:bits=1,sink=32,recent=96" in checked
     assert not any("kivi" in name for name in checked), "it has more bits than the budget"
     assert all(cache["body_bits_per_element"] <= 2 for cache in checked.values())
@@ -227,20 +229,29 @@ def test_ratios_shrink_towards_the_mean_over_layers_before_a_budget_is_shared_ou
     assert Costs(energies, {}).shrunk().ratio(0, "v", 16) == 1.0
 
 
+def test_costs_of_two_texts_have_a_geometric_mean():
+    energies, side = np.ones((1, 2, 8)), (0, "k")
+    text, other = (Costs(energies, {side: {16: ratio, 24: 1.0}}) for ratio in (1.0, 9.0))
+    assert mean((text, other)).ratio(*side, 16) == pytest.approx(3)
+    assert mean((text, other)).ratio(*side, 24) == pytest.approx(1)
+    assert mean((other,)).ratio(*side, 16) == pytest.approx(9)
+
+
 def test_sides_scales_and_checks_have_windows_of_their_own(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(request, "CHECKED", 2)
+    monkeypatch.setattr(request, "WHOLE", 2)
     config = open_checkpoint.read_config(EMBEDDED)
     ids = np.arange(20000, dtype=np.int32)
     asked = PlanRequest(ids[:12000], ids[12000:], 300, 3, 2, 512)
-    tokens = {name: {*asked.of(name).reshape(-1).tolist()} for name in (*SCALING, *HELD_OUT)}
-    assert [len(every) // 300 for every in tokens.values()] == [3, 6, 6, 6, 6]
-    assert len(set[int]().union(*tokens.values())) == 27 * 300, "no token is in two of them"
-    assert {*asked.rows.reshape(-1).tolist()} == tokens[SCALING[0]]
-    for name, every in tokens.items():
-        first, last = (12000, 20000) if "other" in name else (6000, 12000)
-        assert first <= min(every) <= max(every) < last, f"{name}: calibrated on, or the other text"
+    kinds = "sides", "scale", "check"
+    rows = {one: asked.rows(*one) for one in itertools.product(request.TEXTS, kinds)}
+    assert [len(every) for every in rows.values()] == 2 * [3, 6, 6]
+    tokens = np.concatenate([every.reshape(-1) for every in rows.values()])
+    assert len(set(tokens.tolist())) == 30 * 300, "a token is in two of them"
+    for (text, kind), every in rows.items():
+        first, last = ((6000, 12000), (12000, 20000))[text]
+        assert first <= every.min() <= every.max() < last, f"{kind}: calibrated on, or another text"
     with pytest.raises(ValueError, match="has 8999 tokens, and a plan needs at least 9000"):
         asked._replace(ids=ids[:8999]).check(config)
-    with pytest.raises(ValueError, match="--check-text has 3599 tokens, and 12 windows of 300"):
-        asked._replace(other=ids[:3599]).check(config)
-    asked._replace(ids=ids[:9000], other=ids[:3600]).check(config)
+    with pytest.raises(ValueError, match="--other-text has 4499 tokens, and 15 windows of 300"):
+        asked._replace(other=ids[:4499]).check(config)
+    asked._replace(ids=ids[:9000], other=ids[:4500]).check(config)

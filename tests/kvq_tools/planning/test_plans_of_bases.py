@@ -149,7 +149,7 @@ def test_a_plan_measures_values_in_a_rotation_and_auto_finds_it(
 ):
     monkeypatch.setattr(measuring, "MEASURED", (1.5, 3.0))
     monkeypatch.setattr(measuring, "RIVALS", ())
-    monkeypatch.setattr(request, "CHECKED", 1)
+    monkeypatch.setattr(request, "WHOLE", 1)
     text = tmp_path / "text.txt"
     text.write_text(PASSAGE.read_text() * 2)
     sizes = "--window=284", "--windows=1", "--context=512", "--budget=2bits"
