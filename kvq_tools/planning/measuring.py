@@ -235,9 +235,7 @@ class Planner:
         caches."""
         equal = self._equal(bits)
         self._read((equal, text, kind) for text in TEXTS for kind in SCALING)
-        kl = np.array(
-            [[max(self._kl(equal, text, kind), LEAST) for kind in SCALING] for text in TEXTS]
-        )
+        kl = np.array([[self._kl(equal, text, kind) for kind in SCALING] for text in TEXTS])
         if not np.isfinite(kl).all():
             return Predictions(costs, (1.0, 1.0))
         of_sides, of_more = np.maximum(kl, LEAST).T
