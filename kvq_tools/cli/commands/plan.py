@@ -89,10 +89,10 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _check_needs(options: argparse.Namespace) -> None:
-    """If there is no budget, raise a UserError with everything that is missing. A text to check on
-    needs a text to measure on."""
+    """If there is no budget, raise a UserError with everything that is missing. Another text
+    needs a first one, and a plan that measures."""
     if options.other_text is not None and (options.text is None or options.fast):
-        raise UserError("--other-text needs --text without --fast: only measured plans are checked")
+        raise UserError("--other-text needs --text without --fast: no other plan measures")
     if all(part is None for part in (options.budget, options.device, options.tokens_per_second)):
         budget = "a budget: --budget 2.5bits, --budget 600MiB, or --device with --tokens-per-second"
         raise UserError(
@@ -312,7 +312,7 @@ def _other_text(options: argparse.Namespace) -> str:
     if options.other_text is not None:
         return text_input.read_text(options.other_text)
     if (text := code_text()) is None:
-        raise UserError("this Python comes without sources to check caches on: give --other-text")
+        raise UserError("this Python comes without sources to measure on: give --other-text")
     return text
 
 
