@@ -96,8 +96,8 @@ class TimedGeneration:
         return generation.start(llama, cache, tokens, lengths, self._settings)
 
     def segments(self, steps: int, seconds: float = 0.0) -> Iterator[Generated]:
-        """Yield all tokens so far after every `steps` new ones, and twice as many after a segment
-        that took less than half of `seconds`. The next segment consumes the cache of the previous
+        """Yield all tokens so far after every `steps` new ones, or with `seconds` after `steps` and
+        then after as many as take that long. The next segment consumes the cache of the previous
         one."""
         started = time.perf_counter()
         with self._reading:
@@ -107,13 +107,13 @@ class TimedGeneration:
         self.prefill_seconds = time.perf_counter() - started
         most, until = self.max_new_tokens, 0
         while until < most and not np.asarray(state.ended).all():
-            until = min(until + steps, most)
+            before, until = until, min(until + steps, most)
             started = time.perf_counter()
             state = jax.block_until_ready(self._advance(state, jnp.int32(until)))
             took = time.perf_counter() - started
             self.decode_seconds += took
-            if took < seconds / 2:
-                steps *= 2
+            if seconds:
+                steps = max(1, int((until - before) * seconds / took))
             self.steps = int(state.step)
             yield generation.generated(state, most)
 

@@ -13,7 +13,7 @@ from kvq_jax.attention import dispatch
 from kvq_models import generate, load_llama, right_padded
 from kvq_models.llama import checkpoint
 from kvq_models.llama.checkpoint import read_config
-from kvq_tools.cli import inputs, layer_times, text_input
+from kvq_tools.cli import inputs, layer_times, one_generation, text_input
 from kvq_tools.cli.console import printable
 from kvq_tools.cli.continuation import Continuation
 from kvq_tools.cli.options import demo as demo_options
@@ -97,6 +97,7 @@ def test_ctrl_c_leaves_generate_with_the_text_so_far(model, run, run_json, monke
         return advance(self, *arguments)
 
     monkeypatch.setattr(TimedGeneration, "_advance", pressing)
+    monkeypatch.setattr(one_generation, "SEGMENT_SECONDS", 1e-9)  # as if a step took long
     code, out, err = run(generate_command(model), *options)
     assert (code, len(calls)) == (130, 2)
     line = err.splitlines()[-1]
