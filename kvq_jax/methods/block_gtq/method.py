@@ -28,6 +28,7 @@ from kvq_jax.types.array_types import ModelDims
 ERRORS = tuple(4.0**-bits for bits in range(MOST + 1))  # the paper's law of TurboQuant's error
 LEAST = 1  # bits of a pair, as in the public code
 CHUNK = 4  # channels, two pairs: the levels of a group need three
+WIDE_CHUNK = 8  # channels, from head dim 256 on: 32 digits, which also describe head dim 128
 PROFILES = 4  # different widths in a model, at most (docs/decisions/calibration.md)
 V_BITS = tuple(range(MOST + 1))
 
@@ -55,8 +56,8 @@ class BlockGTQ(Method):
     )
     k_widths: int | PerLayer = option(
         0,
-        "bits of a head's sorted key channels, a digit for each 4, such as 8643222211111111 (0: by"
-        " bits)",
+        "bits of a head's sorted key channels, a digit for each 4 (8 from head dim 256 on), such as"
+        " 8643222211111111 (0: by bits)",
         per_layer=True,
     )
     scale_dtype: str = scale_dtype_option("norms")
@@ -108,6 +109,7 @@ class BlockGTQ(Method):
 
     @staticmethod
     def _chunks(head_dim: int) -> int:
-        if head_dim % CHUNK:
-            raise ValueError(f"head_dim {head_dim} is no multiple of {CHUNK}")
-        return head_dim // CHUNK
+        chunk = WIDE_CHUNK if head_dim >= 256 else CHUNK
+        if head_dim % chunk:
+            raise ValueError(f"head_dim {head_dim} is no multiple of {chunk}")
+        return head_dim // chunk

@@ -107,6 +107,19 @@ def test_keys_of_large_pairs_get_more_bits_and_err_less():
     assert errors[0] < 0.9 * errors[1], errors
 
 
+@pytest.mark.parametrize(("head_dim", "digits"), [(64, 16), (128, 32), (256, 32)])
+def test_widths_of_a_calibration_also_describe_head_dim_128(head_dim: int, digits: int):
+    """The protocol counts a model's cache at the head dim of an 8B model."""
+    method = kvq.parse("block_gtq:bits=2").k
+    energies = np.geomspace(100, 0.1, head_dim // 2, dtype=np.float32)[None]
+    fitted = method.fitted({"k": [{"energies": energies}]}, kvq.CacheDims(1, 1, 1, head_dim, 64))
+    widths = str(dataclasses.asdict(fitted)["k_widths"])
+    assert len(widths) == digits, widths
+    assert sum(map(int, widths)) == 2 * digits, widths
+    counted = kvq.parse(f"block_gtq:k_widths={widths},v_bits=2")
+    assert kvq.size.of(counted, kvq.CacheDims(1, 1, 1, 128, 64), 1, 64).resident
+
+
 def test_missing_queries_are_named():
     rows: dict[Side, np.ndarray] = {"k": uneven(1, HEADS)[None]}
     with pytest.raises(ValueError, match=r"fitted to the queries of layer 0: give queries="):
