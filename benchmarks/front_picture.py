@@ -23,7 +23,6 @@ LEFT, RIGHT, TOP, BOTTOM = 70, 780, 56, 424  # of the plot
 SIZES = 0.14, 4.6  # GiB at its sides, with room for names on the left
 KL = 0.0003, 0.35  # nats at its bottom and top
 GAP = 17  # least pixels between labels
-ROTATED = "key_basis=eigen,value_basis=rotation", "preset=rotated"  # the same, and shorter
 COLOURS = {
     "paper": ("#ffffff", "#0d1117"),
     "ink": ("#1f2328", "#e6edf3"),
@@ -128,8 +127,7 @@ def _labels(best: Sequence[Point]) -> Iterator[str]:
     lowest = -math.inf
     for point in best:
         lowest = max(_y(point.kl) + 4, lowest + GAP)
-        name = point.name.replace(*ROTATED)
-        yield _text(_x(point.gib) - 9, lowest, name, 12, "ink", "end")
+        yield _text(_x(point.gib) - 9, lowest, point.name, 12, "ink", "end")
 
 
 def _x(gib: float) -> float:

@@ -14,8 +14,8 @@ README = (
     "innerq:bits=2",
     "waterfill:bits=2.5",
     "kvquant:bits=3",
-    "waterfill:bits=2.25,key_basis=eigen,value_basis=rotation",
-    "waterfill:bits=3.1,key_basis=eigen,value_basis=rotation",
+    "waterfill:bits=2.25,preset=rotated",
+    "waterfill:bits=3.1,preset=rotated",
 )
 # a little smaller than others: resident bits are up to 0.3 more for one sequence
 EIGEN = tuple(
@@ -23,7 +23,7 @@ EIGEN = tuple(
     for bits in (1.5, 1.85, 2.1, 2.5, 2.85, 3.35, 3.75, 4.4, 4.7)
 )
 ROTATED = tuple(
-    f"waterfill:bits={bits:g},key_basis=eigen,value_basis=rotation"
+    f"waterfill:bits={bits:g},preset=rotated"
     for bits in (2, 2.15, 2.75, 3.25, 4, 4.75)
 )
 OTHERS = (

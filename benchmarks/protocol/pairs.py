@@ -53,7 +53,7 @@ PAIRS = (
 )
 PAIRS_OF_ROPE, EIGEN, ROTATED = (
     "waterfill:bits={}" + bases
-    for bases in ("", ",key_basis=eigen", ",key_basis=eigen,value_basis=rotation")
+    for bases in ("", ",key_basis=eigen", ",preset=rotated")
 )
 BASES = (
     (PAIRS_OF_ROPE.format(2.5), KIVI.format(2)),
