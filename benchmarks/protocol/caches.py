@@ -23,8 +23,7 @@ EIGEN = tuple(
     for bits in (1.5, 1.85, 2.1, 2.5, 2.85, 3.35, 3.75, 4.4, 4.7)
 )
 ROTATED = tuple(
-    f"waterfill:bits={bits:g},preset=rotated"
-    for bits in (2, 2.15, 2.75, 3.25, 4, 4.75)
+    f"waterfill:bits={bits:g},preset=rotated" for bits in (2, 2.15, 2.75, 3.25, 4, 4.75)
 )
 OTHERS = (
     *ROTATED,

@@ -52,8 +52,7 @@ PAIRS = (
     ("block_gtq:bits=2", "turboquant:bits=2"),
 )
 PAIRS_OF_ROPE, EIGEN, ROTATED = (
-    "waterfill:bits={}" + bases
-    for bases in ("", ",key_basis=eigen", ",preset=rotated")
+    "waterfill:bits={}" + bases for bases in ("", ",key_basis=eigen", ",preset=rotated")
 )
 BASES = (
     (PAIRS_OF_ROPE.format(2.5), KIVI.format(2)),
