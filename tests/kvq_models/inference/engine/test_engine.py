@@ -238,19 +238,6 @@ def test_requests_that_leave_at_once_make_room(llama: Llama):
     assert engine.live_tokens() == 0
 
 
-def test_a_long_prompt_makes_nobody_wait_for_more_than_a_chunk(llama: Llama):
-    engine = engine_of(llama, widths=(16,), steps=1)
-    first = engine.submit(Request((1, 2), 20))
-    engine.advance()
-    engine.submit(Request(tuple(range(80)), 1))
-    tokens = []
-    for _ in range(6):
-        events = engine.advance()
-        tokens.append(sum(isinstance(e, Token) and e.ticket == first for e in events))
-    assert tokens == [1] * 6
-    assert engine.counts.chunks == 6
-
-
 def test_prompts_that_need_a_program_wait_for_it_while_others_decode(llama: Llama):
     engine = engine_of(llama)
     engine.warm_up(wait=False)

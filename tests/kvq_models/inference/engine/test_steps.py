@@ -76,7 +76,7 @@ def test_a_call_takes_no_more_steps_than_fit_in_its_time():
     assert count(20, seconds=0.021) == 4
     assert count(20, seconds=0.3) == 1
     assert count(20, seconds=float("inf")) == 1
-    assert count(20, presence_penalty=0.5) == 1
+    assert count(20, presence_penalty=0.5) == count(20, frequency_penalty=0.5) == 1
 
 
 def test_what_a_call_draws_after_the_end_of_an_answer_is_dropped(
@@ -96,14 +96,6 @@ def test_what_a_call_draws_after_the_end_of_an_answer_is_dropped(
     assert [e.reason for e in events if isinstance(e, Ended)] == ["ended", "length"]
 
 
-@pytest.mark.parametrize("name", ["frequency_penalty", "presence_penalty"])
-def test_penalties_count_every_token_before_the_next_step(
-    llama: Llama, without_a_clock: None, name: str
-):
-    request = dataclasses.replace(PLAIN, **{name: 0.5})
-    assert tokens_of_rounds(engine_of(llama), request) == [2] + [1] * 10
-
-
 def test_a_prompt_waits_for_one_step(llama: Llama, without_a_clock: None):
     engine = engine_of(llama, widths=(16,))
     first = engine.submit(dataclasses.replace(PLAIN, max_new_tokens=20))
@@ -113,17 +105,6 @@ def test_a_prompt_waits_for_one_step(llama: Llama, without_a_clock: None):
     counts = [len(tokens_of(events)) for events in rounds]
     assert counts[:3] == [1, 1, 1], "a chunk of the prompt waited for several steps"
     assert counts[3] == 8, "no prompt is left, and calls stay short"
-
-
-def test_a_cancelled_answer_gets_no_more_tokens(llama: Llama, without_a_clock: None):
-    engine = engine_of(llama)
-    ticket = engine.submit(PLAIN)
-    engine.advance()
-    engine.cancel(ticket)
-    (ended,) = engine.advance()
-    assert ended == Ended(ticket, "cancelled")
-    assert engine.idle
-    assert len(tokens_alone(engine, PLAIN)) == PLAIN.max_new_tokens
 
 
 @pytest.mark.parametrize("count", [0, 9])
