@@ -4,12 +4,14 @@ ones, the same logits, and what has no packed matrix is dequantized."""
 import dataclasses
 import functools
 import pathlib
+import shutil
 from typing import Any
 
 import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import kvq_jax as kvq
 from kvq_models.llama import packed_loading, packed_weights
@@ -36,7 +38,8 @@ DEQUANTIZED = (
     *("gptq_act_order", "gptq_8_bits", "int4_act_order", "int8_zeros"),
     "fp8_blocks",  # of 40 inputs
 )
-ALIKE = ("float_channel", "float_tensor", "float_block", "modelopt")  # other names of fp8
+# other names of fp8; gptq_v2 differs in what `grouped` adds to zeros, for dense weights too
+ALIKE = ("float_channel", "float_tensor", "float_block", "modelopt", "gptq_v2")
 PACKED: dict[str, Any] = {
     **{name: case for name, case in CASES.items() if name not in (*DEQUANTIZED, *ALIKE)},
     "int8_channel_bf16": (
@@ -89,15 +92,20 @@ def test_other_codes_are_dequantized(case: str, floats: pathlib.Path, tmp_path: 
     assert not of_codes(load_llama(tmp_path, dtype="float32")[0])
 
 
-def test_experts_stay_packed_and_compute_the_same_logits(tmp_path: pathlib.Path):
+def test_experts_are_quantized_beside_their_router_and_stay_packed(tmp_path: pathlib.Path):
     fields = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     config = tiny_config("qwen3_moe", head_dim=16, norm_topk_prob=True, **fields)
-    original = tmp_path / "original"
+    original, floats = tmp_path / "original", tmp_path / "floats"
     save_llama(random_llama(config), original)
-    publish(original, tmp_path, GPTQ | {"modules_to_not_convert": ["mlp.gate"]}, published.gptq)
+    quantization = GPTQ | {"modules_to_not_convert": ["mlp.gate"]}
+    wanted = publish(original, tmp_path, quantization, published.gptq)
+    shutil.copytree(original, floats)
+    save_file(wanted, floats / "model.safetensors")
     packed, dense = (
         load_llama(tmp_path, dtype="float32", weights=how)[0] for how in ("packed", "dense")
     )
+    plain = load_llama(floats, dtype="float32")[0]
+    jax.tree.map(np.testing.assert_array_equal, dense, plain)
     assert any(leaf.ndim == 3 for leaf in of_codes(packed))
     jax.tree.map(np.testing.assert_array_equal, dense_llama(packed), dense)
     tokens = random_tokens((1, 6))

@@ -7,15 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
-from kvq_models.llama import hf_names
-from kvq_models.llama.checkpoint import load_llama, open_checkpoint, read_config, save_llama
+from kvq_models.llama.checkpoint import load_llama, open_checkpoint, read_config
 from kvq_models.llama.quantized.gptq import Gptq
-from tests.kvq_models.checkpoints import random_llama, tiny_config
 from tests.kvq_models.llama import published
 from tests.kvq_models.llama.published import Encoded
-from tests.kvq_models.llama.published_cases import CASES, GPTQ, Q_PROJ, packed_group, publish
+from tests.kvq_models.llama.published_cases import CASES, Q_PROJ, packed_group, publish
 from tests.kvq_models.llama.saved_checkpoint import change_config, change_tensors, refusal
 
 
@@ -101,26 +99,6 @@ def test_a_tied_head_may_be_quantized(floats: pathlib.Path, tmp_path: pathlib.Pa
     change_config(tmp_path, tie_word_embeddings=None)
     assert not open_checkpoint(tmp_path).config.tie_word_embeddings
     np.testing.assert_array_equal(open_checkpoint(tmp_path).read("lm_head.weight"), head)
-
-
-def test_experts_may_be_quantized_and_their_router_not(tmp_path: pathlib.Path):
-    fields = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    config = tiny_config("qwen3_moe", head_dim=16, norm_topk_prob=True, **fields)
-    original, plain = tmp_path / "original", tmp_path / "plain"
-    save_llama(random_llama(config), original)
-    plain.mkdir()
-    quantization = GPTQ | {"modules_to_not_convert": ["mlp.gate"]}
-    save_file(
-        publish(original, tmp_path, quantization, published.gptq), plain / "model.safetensors"
-    )
-    (plain / "config.json").write_text((original / "config.json").read_text())
-    got, wanted = (
-        hf_names.weights(load_llama(directory, dtype="bfloat16", weights="dense")[0])
-        for directory in (tmp_path, plain)
-    )
-    assert len(got) == len(wanted) > 10
-    for path, weight in wanted.items():
-        np.testing.assert_array_equal(got[path].leaf[...], weight.leaf[...], err_msg=path)
 
 
 def test_biases_of_zeros_beside_quantized_weights_are_ignored(
