@@ -1,7 +1,6 @@
 """Prompts through cuDNN's flash attention: what is lowered for a GPU, and that older tokens merge
 with it exactly. cuDNN itself is not here: its definition stands for it."""
 
-import dataclasses
 import functools
 
 import jax
@@ -11,7 +10,7 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 
 import kvq_jax as kvq
-from kvq_jax.attention import cudnn, dispatch
+from kvq_jax.attention import cudnn
 from kvq_jax.attention.dispatch import CUDNN_PROMPTS, XLA
 from kvq_jax.cache.update import prefill_layer
 from kvq_jax.layer.attention import PLAIN, Attention
@@ -179,13 +178,3 @@ def test_cudnn_attends_as_xla_does(attention):
     for name, want, out in zip(("first", "second"), wanted, outs, strict=True):
         assert row_errors(out, want).max() < 2e-2, f"the {name} prompt"
     assert row_errors(outs[1][1:], wanted[1][:-1]).max() > 0.1, "another row would pass"
-
-
-def test_prompts_on_a_gpu_go_to_cudnn_whatever_reads_the_body(monkeypatch):
-    monkeypatch.setattr(dispatch, "no_device", lambda kernels="pallas": None)
-    monkeypatch.setattr(dispatch, "_kernels_here", lambda: "pallas")
-    plan = layer_runs.empty("kivi:bits=2")[0]
-    route = dispatch.choose(None, plan, 4, 1)
-    assert route == CUDNN_PROMPTS, "kernels do not serve head dim 32, cuDNN does"
-    assert dispatch.choose("xla", plan, 4, 1).prompts == "xla"
-    assert dataclasses.replace(route, prompts="xla", only_on=None) == XLA
