@@ -20,7 +20,7 @@ from kvq_models.inference.padding import bucket, padded
 from kvq_models.inference.prompts import read_hidden, read_prompt
 from tests.kvq_jax.layer_runs import beyond_rounding, live, parameters_of
 from tests.kvq_models.checkpoints import random_llama, random_tokens, row_errors, tiny_config
-from tests.methods_table import ONE_OF_EACH_LAYER, cases
+from tests.methods_table import cases
 
 CAPACITY = 50  # not the width of a program
 compiled: list[str] = []
@@ -118,7 +118,8 @@ def test_the_padding_that_a_caller_adds_changes_no_bit(spec):
     )
 
 
-@cases(usual=ONE_OF_EACH_LAYER)
+# steps by the native kernel and by XLA; prompts that the native kernel reads, and others
+@cases(usual=("kivi2", "xquant_cl2"))
 def test_padding_and_vacant_rows_are_zeros_after_the_last_layer(case):
     """Products of packed weights skip them."""
     config = tiny_config(hidden_size=128, intermediate_size=32, max_position_embeddings=128)
