@@ -16,11 +16,11 @@ import kvq_jax as kvq
 from kvq_jax.cache.spec import CacheSpec
 from kvq_models.calibration.file import check_calibration
 from kvq_models.did_you_mean import with_hint
-from kvq_models.llama import open_checkpoint
+from kvq_models.llama.open_checkpoint import read_config
 from kvq_tools.cli.console import UserError, input_errors
 from kvq_tools.cli.options.values import refusal
-from kvq_tools.planning import kept
 from kvq_tools.planning.defaults import METHOD, Bases
+from kvq_tools.planning.kept import StoredPlan, calibration_file, read_plan
 
 AUTO = "auto"
 
@@ -44,72 +44,55 @@ def named(spec: CacheSpec) -> NamedCache:
     return NamedCache(text, spec)
 
 
-@dataclasses.dataclass(frozen=True)
-class PlannedCache:
-    """A cache that a plan decides: `auto` with its options as a spec, or a plan's file (None)."""
-
-    text: str
-    options: CacheSpec | None
-
-    def plan(self, model: str) -> kept.StoredPlan:
-        """Return the cache and its calibration.
-
-        Raises UserError or ValueError, in one line, if the file is not a plan, or if `auto` has no
-        calibration for the model.
-        """
-        if self.options is None:
-            return kept.read_plan(self.text)
-        method = self.options.k
-        if dataclasses.replace(method, k_widths=0, v_widths=0) != method:
-            raise ValueError(f"--cache {self.text}: auto chooses the widths; give bits and windows")
-        from kvq_tools.planning import unmeasured  # imported late: 0.1 s
-
-        bases = Bases.of(method)
-        file, config = kept.calibration_file(model, bases), open_checkpoint.read_config(model)
-        if not file.is_file():
-            command = f"kvq plan {model} --text FILE --budget 2.5bits{bases.flags()}"
-            raise UserError(
-                f"--cache {self.text}: no plan of {model!r} was made yet; `{command}` keeps one"
-            )
-        calibration = check_calibration(self.options, config, str(file))
-        assert calibration is not None, f"{METHOD} needs a calibration"
-        spec = unmeasured.planned(self.options, calibration, config, config.positions)
-        return kept.StoredPlan(spec, str(file))
-
-
-def parse(text: str) -> NamedCache | PlannedCache:
-    """Parse --cache. A plan's file is not opened yet. Raises ValueError, in one line."""
-    name, colon, options = text.strip().partition(":")
-    if name == AUTO:
-        return PlannedCache(text, kvq.parse(METHOD + colon + options))
-    if text.endswith(".json"):
-        return PlannedCache(text, None)
-    return NamedCache(text, kvq.parse(text))
-
-
-def _parsed(text: str, command: str) -> NamedCache | PlannedCache:
-    try:
-        return parse(text)
-    except ValueError as error:
-        raise refusal(command, "--cache", with_hint(str(error))) from None
-
-
 def resolve(options: argparse.Namespace) -> None:
     """Replace the texts in options.cache by NamedCache values, and add the calibrations of plans to
     options.calibration if the command takes any. Raises UserError as argparse words it."""
     several = isinstance(options.cache, list)
-    caches, calibrations = [], []
-    for text in options.cache if several else [options.cache]:
-        cache = _parsed(text, options.command)
-        if isinstance(cache, PlannedCache):
-            with input_errors():
-                plan = cache.plan(options.model)
-            calibrations += [plan.calibration] if plan.calibration else []
-            cache = NamedCache(cache.text, plan.spec)
-        caches.append(cache)
+    texts = options.cache if several else [options.cache]
+    plans = [_plan(text, options) for text in texts]
+    caches = [NamedCache(text, plan.spec) for text, plan in zip(texts, plans, strict=True)]
     options.cache = caches if several else caches[0]
+    calibrations = [plan.calibration for plan in plans if plan.calibration]
     if calibrations and hasattr(options, "calibration"):
         if several:
             options.calibration = [*(options.calibration or []), *dict.fromkeys(calibrations)]
         else:
             options.calibration = options.calibration or calibrations[0]
+
+
+def _plan(text: str, options: argparse.Namespace) -> StoredPlan:
+    """Return the cache of a text, and the calibration that a plan names for it."""
+    name, colon, settings = text.strip().partition(":")
+    if name != AUTO and text.endswith(".json"):
+        with input_errors():
+            return read_plan(text)
+    try:
+        spec = kvq.parse(METHOD + colon + settings if name == AUTO else text)
+    except ValueError as error:
+        raise refusal(options.command, "--cache", with_hint(str(error))) from None
+    if name != AUTO:
+        return StoredPlan(spec, None)
+    with input_errors():
+        return _automatic_plan(text, spec, options.model)
+
+
+def _automatic_plan(text: str, asked: CacheSpec, model: str) -> StoredPlan:
+    """Return the cache whose widths the model's calibration gives.
+
+    Raises UserError or ValueError, in one line, if there is no calibration for the model, or if
+    widths are asked for.
+    """
+    method = asked.k
+    if dataclasses.replace(method, k_widths=0, v_widths=0) != method:
+        raise ValueError(f"--cache {text}: auto chooses the widths; give bits and windows")
+    from kvq_tools.planning import unmeasured  # imported late: 0.1 s
+
+    bases = Bases.of(method)
+    file, config = calibration_file(model, bases), read_config(model)
+    if not file.is_file():
+        command = f"kvq plan {model} --text FILE --budget 2.5bits{bases.flags()}"
+        raise UserError(f"--cache {text}: no plan of {model!r} was made yet; `{command}` keeps one")
+    calibration = check_calibration(asked, config, str(file))
+    assert calibration is not None, f"{METHOD} needs a calibration"
+    spec = unmeasured.planned(asked, calibration, config, config.positions)
+    return StoredPlan(spec, str(file))
