@@ -7,6 +7,7 @@ A cache that the user chose (JAX_COMPILATION_CACHE_DIR, or jax.config in a progr
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import platform
@@ -53,9 +54,7 @@ def begin() -> None:
     jax.config.update("jax_compilation_cache_max_size", MOST_BYTES)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", SHORTEST)
     jax.config.update("jax_compilation_cache_dir", str(folder()))
-    if warnings.showwarning is not _replace_damaged:
-        _replace_damaged.shown = warnings.showwarning
-        warnings.showwarning = _replace_damaged
+    warnings.showwarning = functools.partial(_show_warning, warnings.showwarning)
 
 
 def _delete_cut_entries() -> None:
@@ -75,33 +74,25 @@ def _is_of_this_user(directory: Path) -> bool:
     return facts.st_uid in (os.getuid(), 0) and not facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
-class _DamagedEntries:
+def _show_warning(show: Callable[..., None], message: Warning | str, *details: Any) -> None:
     """Show a warning. If it says that JAX cannot read a program, say so in one line, and delete
     that program, so that the one that is compiled in its place is kept: JAX never overwrites
     one."""
-
-    shown: Callable[..., None]
-
-    def __call__(self, message: Warning | str, *details: Any) -> None:
-        if str(message).startswith("Error reading persistent compilation cache entry"):
-            times = (
-                (int.from_bytes(file.read_bytes(), "little"), file)
-                for file in folder().glob("*-atime")
-            )
-            _, newest = max(times, default=(0, None))  # the one that JAX has just read
-            if newest is not None:
-                name = newest.name.removesuffix("-atime")
-                newest.with_name(f"{name}-cache").unlink(missing_ok=True)
-            warn("a compiled program that was kept is damaged, and is compiled anew")
-            return
-        self.shown(message, *details)
-
-
-_replace_damaged = _DamagedEntries()
+    if not str(message).startswith("Error reading persistent compilation cache entry"):
+        show(message, *details)
+        return
+    times = (
+        (int.from_bytes(file.read_bytes(), "little"), file) for file in folder().glob("*-atime")
+    )
+    _, newest = max(times, default=(0, None))  # the one that JAX has just read
+    if newest is not None:
+        name = newest.name.removesuffix("-atime")
+        newest.with_name(f"{name}-cache").unlink(missing_ok=True)
+    warn("a compiled program that was kept is damaged, and is compiled anew")
 
 
 def described() -> str:
-    """Say where programs are kept and how many, or that none are kept."""
+    """Return in words how many programs are kept, and in which folder."""
     chosen = _setting("jax_compilation_cache_dir")
     if chosen is None or not _setting("jax_enable_compilation_cache"):
         return "none: every run compiles anew"
