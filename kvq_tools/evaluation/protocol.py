@@ -29,7 +29,7 @@ import kvq_jax as kvq
 from kvq_jax.layer.regions import Regions
 from kvq_jax.methods.xquant.roofline import weight_bytes
 from kvq_jax.types.array_types import ModelDims
-from kvq_models.calibration.progress import Progress
+from kvq_models.calibration.progress import Progress, silent
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import HiddenBTD
 from kvq_tools.evaluation.intervals import (
@@ -217,7 +217,9 @@ def measure(
     texts. headline: the windows of the headline. kept, progress: as in `measure_rows`. If progress
     ends early, the numbers are of the windows that were complete, and [] if none was."""
     common: dict[str, Any] = {"prompt": prompt_of(reading, sizes), "scored": sizes.scored}
-    shown, shown_again = (_naming(progress, WORDS[reading] + end) for end in ("", ", once more"))
+    shown, shown_again = (
+        _naming(progress or silent, WORDS[reading] + end) for end in ("", ", once more")
+    )
     qualities = measure_rows(candidates, rows, batch=BATCH, kept=kept, progress=shown, **common)
     complete = len(qualities[0].token_kl)
     if not complete:
@@ -240,10 +242,8 @@ def measure(
     ]
 
 
-def _naming(progress: Progress[Any] | None, words: str) -> Progress[Any] | None:
+def _naming(progress: Progress[Any], words: str) -> Progress[Any]:
     """Return a progress bar whose message goes on with these words."""
-    if progress is None:
-        return None
     return lambda items, message: progress(items, f"{message} {words}")
 
 

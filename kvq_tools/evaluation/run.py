@@ -14,7 +14,7 @@ import kvq_jax as kvq
 from kvq_jax.cache.spec import CacheSpec, parse
 from kvq_jax.placement.placement import Placement
 from kvq_jax.types.array_types import Integers
-from kvq_models.calibration.progress import Progress
+from kvq_models.calibration.progress import Progress, silent
 from kvq_models.llama.model import HiddenBTD, Llama
 from kvq_models.llama.packed_loading import with_activations
 from kvq_tools.evaluation import program_memory
@@ -282,7 +282,7 @@ def _run(
     reference, through = None, []
     full_precision = with_activations(candidates[0][0], "float32")
     work, complete = [(number, part) for number in range(batches) for part in parts], 0
-    for number, part in (progress or (lambda items, _: items))(work, "evaluating"):
+    for number, part in (progress or silent)(work, "evaluating"):
         here = np.arange(number * size, (number + 1) * size)
         if part is parts[0]:
             batch = _batch(rows, lengths, here, padded)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 import kvq_jax as kvq
 from kvq_jax.cache.accounting import layer_components
-from kvq_models.calibration.progress import Progress
+from kvq_models.calibration.progress import Progress, silent
 from kvq_models.inference.memory import CACHE_DTYPE
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama
@@ -56,7 +56,7 @@ def collect(
     )
     seconds = time.perf_counter() - started
     inputs = maps.layer_inputs(plain, jnp.asarray(text.ids[: plan.sample]))
-    shown = (whole_progress or (lambda items, _: items))(candidates, "comparing keys and values")
+    shown = (whole_progress or silent)(candidates, "comparing keys and values")
     errors = [maps.errors(candidate.llama, candidate.spec, inputs) for candidate in shown]
     speed = times.decode_times(timed(plain, candidates), plan.contexts, plan.steps, progress)
     first = evaluations[0]

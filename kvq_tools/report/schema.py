@@ -340,14 +340,12 @@ def _check_lengths(report: CacheReport) -> None:
         for layer, errors in enumerate(cache.errors):
             equal(f"caches[{i}].errors[{layer}].keys", len(errors.keys), channels)
             equal(f"caches[{i}].errors[{layer}].values", len(errors.values), channels)
-    for times in report.speed.caches if report.speed else ():
-        equal(
-            f"speed: samples of {times.name}",
-            len(times.samples_ms),
-            len(report.speed.contexts) if report.speed else 0,
-        )
-        if not all(times.samples_ms):
-            raise ValueError(f"speed: {times.name} has a context without samples")
+    if report.speed is not None:
+        contexts = len(report.speed.contexts)
+        for times in report.speed.caches:
+            equal(f"speed: samples of {times.name}", len(times.samples_ms), contexts)
+            if not all(times.samples_ms):
+                raise ValueError(f"speed: {times.name} has a context without samples")
     for maps in report.magnitudes:
         for name in ("keys", "values"):
             matrix = getattr(maps, name).matrix()

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 import kvq_jax as kvq
 from kvq_jax.cache.spec import CacheSpec
-from kvq_models.calibration.progress import Progress
+from kvq_models.calibration.progress import Progress, silent
 from kvq_models.inference.decoding import decode_step, implementations
 from kvq_models.llama.model import Llama
 from kvq_tools.processor import processor_name
@@ -52,9 +52,7 @@ def decode_times(
     load = [_load()]
     samples: list[list[tuple[float, ...]]] = [[] for _ in candidates]
     reads: list[str] = []
-    for context in (progress or (lambda items, _: items))(
-        contexts, "timing decode steps at contexts"
-    ):
+    for context in (progress or silent)(contexts, "timing decode steps at contexts"):
         steppers = [_Stepper(candidate, context, steps) for candidate in candidates]
         rounds = [[stepper.timed() for stepper in steppers] for _ in range(steps)]
         for times_ms, taken in zip(samples, zip(*rounds, strict=True), strict=True):

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvq_jax.files import whole
-from kvq_models.calibration.progress import Progress
+from kvq_models.calibration.progress import Progress, silent
 from kvq_tools.report import page
 from kvq_tools.report.schema import CacheReport, dump
 
@@ -27,7 +27,7 @@ def write_page(
     their paths, the page first."""
     shown, written = page.sections(report), [out / PAGE]
     pictures = [picture for section in shown for picture in section.pictures]
-    for picture in (progress or (lambda items, _: items))(pictures, "drawing pictures"):
+    for picture in (progress or silent)(pictures, "drawing pictures"):
         written.append(out / f"{picture.name}.png")
         whole.write(written[-1], picture.light)
     whole.write(written[0], page.html(report, shown))

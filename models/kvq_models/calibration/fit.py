@@ -32,7 +32,7 @@ from kvq_models.calibration.activations import record
 from kvq_models.calibration.file import Calibration, Origin, resolved
 from kvq_models.calibration.fingerprint import partial_fingerprint
 from kvq_models.calibration.needs import Need, needs
-from kvq_models.calibration.progress import Progress
+from kvq_models.calibration.progress import Progress, silent
 from kvq_models.calibration.store import Identity, Store
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.layer_weights import layer_weights
@@ -77,7 +77,7 @@ def calibrate(
     process, or rows are not finite or refused by the method (the line then names layer and side).
     Raises OSError if the disk lacks space.
     """
-    spec, progress = parse(spec), progress or (lambda items, _: items)
+    spec, progress = parse(spec), progress or silent
     check_request(spec, llama.config, token_ids, samples, length)
     llama = dense_llama(llama)
     dtype = llama.embed[...].dtype.name

@@ -33,7 +33,7 @@ from kvq_jax.methods.kvquant.kmeans import nearest, weighted_levels_of_rows
 from kvq_jax.types.array_types import Integers
 from kvq_models.calibration import samples as text_samples
 from kvq_models.calibration.activations import gradient_of_the_loss
-from kvq_models.calibration.progress import Progress
+from kvq_models.calibration.progress import Progress, silent
 from kvq_models.calibration.weight_bits import BITS
 from kvq_models.llama import hf_names
 from kvq_models.llama.config import LlamaConfig
@@ -131,7 +131,7 @@ def quantize_weights(
     The same arguments give the same weights on the same machine. Raises ValueError, in one line, if
     the arguments cannot be met (`check_request`) or gradients are not finite.
     """
-    progress = progress or (lambda items, _: items)
+    progress = progress or silent
     check_request(llama.config, token_ids, bits, sparse, samples, length, packed=packed)
     llama = dense_llama(llama)
     windows = text_samples.draw(token_ids, samples, length, seed)
