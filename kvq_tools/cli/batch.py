@@ -21,7 +21,7 @@ from kvq_models.inference.engine.engine import Engine
 from kvq_models.inference.engine.requests import Ended, Request, Token
 from kvq_models.inference.sampling import Sampling
 from kvq_models.llama.config import LlamaConfig
-from kvq_tools import json_lines
+from kvq_tools import chat_template, json_lines
 from kvq_tools.cli import console, engines, inputs, interruption, sampling_options, text_input
 from kvq_tools.cli.continuation import Continuation
 from kvq_tools.cli.tables import print_line
@@ -225,7 +225,7 @@ def _prompt(kind: str, value: Any, chat: bool, tokenizer: Any) -> tuple[int, ...
     )
     if not texts or not value:
         raise ValueError("messages must be a list of objects with role and content, both texts")
-    return tuple(text_input.encode_rendered(tokenizer, text_input.render_chat(tokenizer, value)))
+    return tuple(chat_template.encoded(tokenizer, text_input.render_chat(tokenizer, value)))
 
 
 @contextlib.contextmanager

@@ -120,8 +120,13 @@ def check_finite(names: Sequence[str]) -> None:
         )
 
 
+def note(message: str) -> None:
+    """Print a line on stderr."""
+    print(f"kvq: {message}", file=sys.stderr, flush=True)
+
+
 def warn(message: str) -> None:
-    print(f"kvq: warning: {printable(message)}", file=sys.stderr)
+    note(f"warning: {printable(message)}")
 
 
 def print_json(kind: str, result: dict[str, Any]) -> None:
@@ -179,8 +184,7 @@ def progress(
 
     Nothing else may show progress in the meantime. With `tokens`, the number of tokens that are
     read at once, the speed is shown at the end, and before it a line every few seconds if stderr is
-    no terminal. `share` returns which part of them is read so far, from 0 (also if that is unknown)
-    to 1.
+    no terminal. `share` returns the fraction of them that is read so far, or 0 if it is unknown.
     """
     message = printable(message) + ("" if tokens is None else f", {counted(tokens, 'tokens')}")
     started, done, terminal = time.perf_counter(), threading.Event(), sys.stderr.isatty()
@@ -188,7 +192,7 @@ def progress(
     if terminal:
         line = _bar(desc=f"kvq: {message}", bar_format="{desc} ... {elapsed}")
     else:
-        print(f"kvq: {message} ...", file=sys.stderr, flush=True)
+        note(f"{message} ...")
 
     def tick() -> None:
         while not done.wait(1 if terminal else PIPED_SECONDS):
@@ -199,7 +203,7 @@ def progress(
             if line is not None:
                 line.set_description_str(f"kvq: {message}{so_far}")
             elif tokens is not None:
-                print(f"kvq: {message}{so_far} ... {seconds:.0f} s", file=sys.stderr, flush=True)
+                note(f"{message}{so_far} ... {seconds:.0f} s")
 
     ticker = threading.Thread(target=tick, daemon=True)
     ticker.start()
@@ -212,8 +216,7 @@ def progress(
             line.close()
     seconds = time.perf_counter() - started
     if tokens is not None and seconds > PIPED_SECONDS:
-        speed = f"{tokens} tokens read in {seconds:.0f} s, {tokens / seconds:.0f} tokens/s"
-        print(f"kvq: {speed}", file=sys.stderr, flush=True)
+        note(f"{tokens} tokens read in {seconds:.0f} s, {tokens / seconds:.0f} tokens/s")
 
 
 def bar(items: Sequence[T], message: str) -> Iterator[T]:
@@ -221,7 +224,7 @@ def bar(items: Sequence[T], message: str) -> Iterator[T]:
     nothing if there are no items."""
     shown = sys.stderr.isatty()
     if items and not shown:
-        print(f"kvq: {message}, {len(items)} ...", file=sys.stderr, flush=True)
+        note(f"{message}, {len(items)} ...")
     yield from _bar(items, desc=f"kvq: {message}") if items and shown else items
 
 
@@ -241,7 +244,7 @@ def byte_bar(message: str) -> Iterator[Callable[[int, int], None]]:
         if not shown:
             terminal = sys.stderr.isatty()
             if not terminal:
-                print(f"kvq: {message} ...", file=sys.stderr, flush=True)
+                note(f"{message} ...")
             text, unit = f"kvq: {message}", {"unit": "B", "unit_scale": True}
             shown.append(_bar(desc=text, total=total, initial=done, disable=not terminal, **unit))
         shown[0].update(done - shown[0].n)

@@ -24,9 +24,10 @@ from kvq_models.inference.padding import bucket, padded
 from kvq_models.inference.sampling import Sampling
 from kvq_models.llama.flat_llama import FlatLlama
 from kvq_models.llama.model import Llama
+from kvq_tools import chat_template
 from kvq_tools.cli.console import UserError
 from kvq_tools.cli.handover import SavedPrompt, can_shorten, shortened
-from kvq_tools.cli.text_input import common_prefix, encode_rendered, render_chat
+from kvq_tools.cli.text_input import common_prefix, render_chat
 from kvq_tools.cli.timed import compile_generation
 from kvq_tools.growing_text import decoded
 
@@ -118,7 +119,7 @@ class Conversation:
         if ids[:kept] == self.ids:
             new = ids[kept:]
         elif self._text is not None and text.startswith(self._text):
-            new = encode_rendered(self._tokenizer, text[len(self._text) :])
+            new = chat_template.encoded(self._tokenizer, text[len(self._text) :])
         else:
             kept = self._kept(common_prefix(self.ids, ids[:-1]))
             new = ids[kept:]
@@ -137,7 +138,7 @@ class Conversation:
     def _encoded(self, messages: tuple[dict[str, str], ...]) -> tuple[str, list[int]]:
         if self._saved is None or self._saved.opening is None:
             text = render_chat(self._tokenizer, list(messages))
-            return text, encode_rendered(self._tokenizer, text)
+            return text, chat_template.encoded(self._tokenizer, text)
         text = self._saved.opening.in_chat(self._tokenizer, messages)
         return text, self._saved.opening.encoded(self._tokenizer, text)
 

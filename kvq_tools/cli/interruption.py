@@ -120,17 +120,18 @@ def spared() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def noted(said: str = "") -> Iterator[Callable[[], bool]]:
-    """Yield a function that tells whether Ctrl-C was pressed, which has no other effect than a line
-    with `said`. A second press interrupts as usual. If SIGINT is ignored, it stays ignored."""
+def noted(message: str = "") -> Iterator[Callable[[], bool]]:
+    """Yield a function that returns whether Ctrl-C was pressed. A first press has no other effect
+    than the line `message`, a second one interrupts as usual. If SIGINT is ignored, it stays
+    ignored."""
     pressed = threading.Event()
 
     def press(*_: object) -> None:
         if pressed.is_set():
             raise KeyboardInterrupt
         pressed.set()
-        if said:
-            _write_line(f"kvq: {said}")
+        if message:
+            _write_line(message)
 
     elsewhere = threading.current_thread() is not threading.main_thread()
     if elsewhere or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -151,7 +152,8 @@ def was_pressed() -> bool:
 
 
 def line(advice: str = "") -> str:
-    return f"kvq: {': '.join(part for part in ('interrupted', advice) if part)}"
+    """Return the line that ends an interrupted command."""
+    return f"interrupted: {advice}" if advice else "interrupted"
 
 
 def leave(status: int = STATUS) -> NoReturn:
@@ -193,15 +195,16 @@ def _leave_when_stuck(reading: int) -> None:
 def _say_and_end() -> NoReturn:
     """End the process now. stdout is not flushed: the main thread may hold its lock in a write that
     waits for the reader of a pipe. An object that --json promised has room in an empty pipe."""
-    _write_line(line(_presses.advice))
+    text = line(_presses.advice)
+    _write_line(text)
     if _presses.as_json is not None:
         with contextlib.suppress(OSError):
-            os.write(1, f"{_presses.as_json(line(_presses.advice))}\n".encode())
+            os.write(1, f"{_presses.as_json(text)}\n".encode())
     os._exit(STATUS)
 
 
 def _write_line(text: str) -> None:
     """Write a line to stderr past Python's stream, which the main thread may be writing to."""
-    shown = RESTORED if os.isatty(2) else ""
+    restored = RESTORED if os.isatty(2) else ""
     with contextlib.suppress(OSError):  # stderr may be closed
-        os.write(2, f"{shown}{text}\n".encode())
+        os.write(2, f"{restored}kvq: {text}\n".encode())

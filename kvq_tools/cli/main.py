@@ -71,6 +71,10 @@ JSON object and nothing else on stdout; errors are JSON, too."""
 class _Parser(argparse.ArgumentParser):
     """An argparse parser that reports a bad command line in one line, like any other error."""
 
+    def __init__(self, **options: Any) -> None:
+        shared = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+        super().__init__(**shared, **options)
+
     def error(self, message: str) -> NoReturn:
         if message.endswith("expected one argument"):  # argparse takes -1bits for an option
             name = message.split()[1].rstrip(":")
@@ -111,22 +115,11 @@ class _Version(argparse.Action):
 
 def build_parser(command: str | None = None) -> argparse.ArgumentParser:
     """Return the parser of all commands. Only `command` gets its arguments."""
-    parser = _Parser(
-        prog="kvq",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = _Parser(prog="kvq", description=DESCRIPTION, epilog=EPILOG)
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_CommandParser)
     for name, summary in COMMANDS.items():
-        subparser = commands.add_parser(
-            name,
-            help=summary,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
+        subparser = commands.add_parser(name, help=summary)
         if name == command:
             subparser.set_defaults(command=name)
             options = _module("options", name)
@@ -161,11 +154,11 @@ def _warnings_in_one_line() -> Iterator[None]:
 
     def show(message: Warning | str, category: type[Warning], *where: Any) -> None:
         if category.__module__.startswith("kvq_"):
-            print(f"kvq: warning: {message}", file=sys.stderr)
+            console.note(f"warning: {message}")
         elif (text := str(message).partition("\n")[0]).startswith(UNKEPT):
             if not unkept:
                 reason = text.rpartition("] ")[2]
-                print(f"kvq: warning: compiled programs are not kept: {reason}", file=sys.stderr)
+                console.note(f"warning: compiled programs are not kept: {reason}")
             unkept.append(text)
         else:
             original(message, category, *where)
@@ -199,14 +192,15 @@ def _check_model(options: argparse.Namespace) -> None:
     """Refuse a local model that is not supported before JAX is imported, and a current folder that
     is gone, which readers of tokenizers would report as a missing file of the model."""
     model = getattr(options, "model", None)
-    if isinstance(model, str):
-        try:
-            Path.cwd()
-        except FileNotFoundError as error:
-            raise console.UserError(
-                "the current folder was deleted; change to one that exists"
-            ) from error
-    if isinstance(model, str) and Path(model).exists():
+    if model is None:
+        return
+    try:
+        Path.cwd()
+    except FileNotFoundError as error:
+        raise console.UserError(
+            "the current folder was deleted; change to one that exists"
+        ) from error
+    if Path(model).exists():
         from kvq_models.llama.open_checkpoint import read_config  # imported late: 0.2 s
 
         with console.input_errors():
@@ -216,7 +210,7 @@ def _check_model(options: argparse.Namespace) -> None:
 def _failed(error: str, status: int) -> int:
     """Print an error in one line, and return the exit code."""
     error = console.printable(error)
-    print(f"kvq: error: {error}", file=sys.stderr)
+    console.note(f"error: {error}")
     return _exit_code(error, status)
 
 
@@ -246,7 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _checked(arguments: list[str]) -> int:
     """Run the command. A stdout that cannot be written is an error."""
     if sys.stdout is None:  # `>&-`
-        print("kvq: error: stdout is closed; redirect it to a file or /dev/null", file=sys.stderr)
+        console.note("error: stdout is closed; redirect it to a file or /dev/null")
         return BAD_OUTPUT
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: a locale may lack characters
@@ -259,7 +253,7 @@ def _checked(arguments: list[str]) -> int:
     except console.OutputError as error:
         console.discard(sys.stdout)
         if not isinstance(error.__cause__, BrokenPipeError):  # `kvq methods | head` is no error
-            print(f"kvq: error: {error}", file=sys.stderr)
+            console.note(f"error: {error}")
         return BAD_OUTPUT
 
 
@@ -297,11 +291,10 @@ def _run(arguments: Sequence[str]) -> int:
         return _failed(f"{file} cannot be written: {error.strerror}", BAD_OUTPUT)
     except KeyboardInterrupt as error:
         line = interruption.line(*map(str, error.args))
-        print(line, file=sys.stderr)
-        return _exit_code(line.removeprefix("kvq: "), interruption.STATUS)
+        console.note(line)
+        return _exit_code(line, interruption.STATUS)
     return 0
 
 
 def _interruption_as_json(line: str) -> str:
-    result = {"error": line.removeprefix("kvq: "), "status": interruption.STATUS}
-    return console.json_object("error", result)
+    return console.json_object("error", {"error": line, "status": interruption.STATUS})

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from kvq_tools import chat_template
 from kvq_tools.cli import text_input
 from kvq_tools.cli.console import UserError
 
@@ -39,7 +40,7 @@ class Opening:
         if not self.chat:
             return text_input.encode(tokenizer, self.text + question)
         text = self.text + _ending(tokenizer, PARAGRAPH + question)
-        return text_input.encode_rendered(tokenizer, text)
+        return chat_template.encoded(tokenizer, text)
 
     def in_chat(self, tokenizer: Any, messages: Sequence[dict[str, str]]) -> str:
         """Return the text of a conversation that goes on from here. In a chat the first message
@@ -54,7 +55,7 @@ class Opening:
 
     def encoded(self, tokenizer: Any, text: str) -> list[int]:
         """Return the tokens of a text that begins with this one."""
-        encode = text_input.encode_rendered if self.chat else text_input.encode
+        encode = chat_template.encoded if self.chat else text_input.encode
         return encode(tokenizer, text)
 
 
@@ -86,7 +87,7 @@ def continued(
     joins the last characters of the text and the first ones of the question to one token.
     """
     if opening is None:
-        return len(saved), saved + text_input.encode_rendered(tokenizer, question)
+        return len(saved), saved + chat_template.encoded(tokenizer, question)
     tokens = opening.joined(tokenizer, question)
     kept = text_input.common_prefix(saved, tokens[:-1])
     if not kept:

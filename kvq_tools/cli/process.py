@@ -30,7 +30,7 @@ def run() -> NoReturn:
         if not interruption.was_pressed():
             raise
         # an import or native code was interrupted and may have raised another exception instead
-        print(interruption.line(), file=sys.stderr)
+        print(f"kvq: {interruption.line()}", file=sys.stderr)
         code = interruption.STATUS
     if code == interruption.STATUS:
         interruption.leave()

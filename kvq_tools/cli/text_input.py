@@ -10,7 +10,7 @@ from typing import Any
 from kvq_models.llama import checkpoint
 from kvq_models.llama.config import LlamaConfig
 from kvq_tools import chat_template
-from kvq_tools.cli.console import UserError, input_errors
+from kvq_tools.cli.console import UserError, input_errors, note
 
 
 def read_text(path: str) -> str:
@@ -61,7 +61,7 @@ def encode(tokenizer: Any, text: str, *, chat: bool = False) -> list[int]:
     template."""
     if chat:
         messages = [{"role": "user", "content": text}]
-        return encode_rendered(tokenizer, render_chat(tokenizer, messages))
+        return chat_template.encoded(tokenizer, render_chat(tokenizer, messages))
     check_text(text)
     return list(tokenizer(text, verbose=False).input_ids)  # not verbose: lengths are checked here
 
@@ -110,13 +110,7 @@ def render_chat(tokenizer: Any, messages: list[dict[str, str]]) -> str:
 def advise_chat(tokenizer: Any, advice: str, *, ended_at_once: bool) -> None:
     """Say on stderr why an answer to a text is empty, if the model expects a chat template."""
     if ended_at_once and getattr(tokenizer, "chat_template", None):
-        advised = f"the model ended at once; it was trained on chats: {advice}"
-        print(f"kvq: {advised}", file=sys.stderr)
-
-
-def encode_rendered(tokenizer: Any, text: str) -> list[int]:
-    """Return the token ids of text from a chat template, which writes special tokens itself."""
-    return chat_template.encoded(tokenizer, text)
+        note(f"the model ended at once; it was trained on chats: {advice}")
 
 
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:

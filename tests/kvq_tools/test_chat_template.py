@@ -89,7 +89,7 @@ def test_an_ordinary_message_has_the_ids_of_transformers(tokenizer):
     messages = [*chat("One < two |> three"), *chat("a</think>b", "assistant"), *chat("é 😀\n\n ok")]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert "a<" not in text, "the template cuts the thoughts off"
-    ids = text_input.encode_rendered(tokenizer, text_input.render_chat(tokenizer, messages))
+    ids = chat_template.encoded(tokenizer, text_input.render_chat(tokenizer, messages))
     assert ids == tokenizer(text, add_special_tokens=False).input_ids
 
 

@@ -28,22 +28,19 @@ def run(options: argparse.Namespace) -> None:
     terminal = sys.stdin.isatty()
     turns: list[dict[str, Any]] = []
     if terminal:
-        print(
-            f"kvq: {options.model} with cache {options.cache.text}; /help lists the commands",
-            file=sys.stderr,
-        )
+        console.note(f"{options.model} with cache {options.cache.text}; /help lists the commands")
     for line in _lines(terminal):
         try:
             if line.startswith("/"):
                 if _command(line, conversation):
                     break
             elif line.strip():
-                shown = None if options.json else options.cache.text
-                turns.append(_turn(conversation, tokenizer, line, shown))
+                cache = None if options.json else options.cache.text
+                turns.append(_turn(conversation, tokenizer, line, cache))
         except console.UserError as error:
             if not terminal:
                 raise
-            print(f"kvq: {error}", file=sys.stderr)
+            console.note(str(error))
     if options.json:
         console.print_json(
             "chat",
@@ -143,17 +140,17 @@ def _command(line: str, conversation: Conversation) -> bool:
             print(COMMANDS, file=sys.stderr)
         case "/reset":
             conversation.reset()
-            print("kvq: a new conversation", file=sys.stderr)
+            console.note("a new conversation")
         case other:
             raise console.UserError(f"{other.split()[0]} is not a command; /help lists them")
     return False
 
 
 def _turn(
-    conversation: Conversation, tokenizer: Any, message: str, shown: str | None
+    conversation: Conversation, tokenizer: Any, message: str, cache: str | None
 ) -> dict[str, Any]:
-    """Answer a message. If `shown`, the cache as the user typed it, is given, print the answer as
-    it comes and the line about the cache."""
+    """Answer a message. Unless `cache`, the cache as the user typed it, is None, print the answer
+    as it comes, and then the line about the cache."""
     turn = conversation.turn(message)
     again = len(conversation.ids) - turn.kept
     if again and conversation.begun:
@@ -170,12 +167,12 @@ def _turn(
             with console.progress("compiling"):
                 conversation.prepare(turn)
         for ids in conversation.answer(turn, stopped):
-            if shown:
+            if cache is not None:
                 print(continuation.push(ids), end="", flush=True)
-    contents = holds(conversation)
-    if shown:
+    contents = contents_of(conversation)
+    if cache is not None:
         print(continuation.push(ids, last=True))
-        print_line(cache_line(contents, shown) + _NOTES[conversation.finish])
+        print_line(cache_line(contents, cache) + _NOTES[conversation.finish])
     return {
         "user": message,
         "answer": conversation.messages[-1]["content"],
@@ -194,7 +191,7 @@ _NOTES = {
 }
 
 
-def holds(conversation: Conversation) -> dict[str, Any]:
+def contents_of(conversation: Conversation) -> dict[str, Any]:
     """Return the contents of the cache: its tokens, and the bytes that this cache and a bf16 cache
     need for them."""
     cache, tokens = conversation.cache, int(conversation.cache.lengths[0])
