@@ -11,7 +11,7 @@ from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli import cache_sizes, inputs, text_input
 from kvq_tools.cli.console import UserError, check_finite, input_errors, print_json
 from kvq_tools.cli.model_loading import load_model, prepared
-from kvq_tools.cli.tables import print_line, print_table
+from kvq_tools.cli.tables import number, print_line, print_table
 from kvq_tools.cli.until_pressed import OF_READ_WINDOWS, UntilPressed, first_batch
 from kvq_tools.evaluation.intervals import Estimate
 from kvq_tools.evaluation.protocol import (
@@ -35,13 +35,13 @@ from kvq_tools.evaluation.results import finite
 from kvq_tools.report.verdict import sentence
 
 LEAST_WINDOWS = 4  # that a default context leaves, since intervals are over windows
-OTHERS = "stride", "chunk", "prompt", "step", "limit", "mesh"
+REFUSED = "stride", "chunk", "prompt", "step", "limit", "mesh"
 
 
 def run(options: argparse.Namespace) -> None:
     """Measure the caches in both readings and print a table and a verdict for each. Everything that
     needs no weights is checked before they are read."""
-    given = [name for name in OTHERS if getattr(options, name) is not None]
+    given = [name for name in REFUSED if getattr(options, name) is not None]
     if given or options.mode != "decode" or options.flips:
         named = given[0] if given else "flips" if options.flips else "mode"
         raise UserError(f"--{named} is not for --protocol, which sets how a text is read")
@@ -177,8 +177,8 @@ def _print(result: dict[str, Any]) -> None:
                 "cache": cache["name"],
                 "exact": f"{cache['exact_share']:.1%}",
                 "KL": _with_interval(cache[reading], "kl", ".5f"),
-                "median": _number(cache[reading]["kl_median"]),
-                "99.9 %": _number(cache[reading]["kl_p999"]),
+                "median": number(cache[reading]["kl_median"], ".2g"),
+                "99.9 %": number(cache[reading]["kl_p999"], ".2g"),
                 "same top token": f"{cache[reading]['agreement']:.2%}",
                 "perplexity": _with_interval(cache[reading], "perplexity", ".2f"),
                 **cache_sizes.resident_cells(cache),
@@ -198,7 +198,3 @@ def _with_interval(numbers: dict[str, Any], name: str, form: str) -> str:
     if low is None or high is None:
         return f"{value:{form}}"
     return f"{value:{form}} [{low:{form}}, {high:{form}}]"
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2g}"

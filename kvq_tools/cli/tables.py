@@ -61,6 +61,11 @@ def print_table(
         _print_part(columns, cells, numeric, widths, width)
 
 
+def number(value: float | None, form: str) -> str:
+    """Return a number as a cell, in this format: "-" if there is none."""
+    return "-" if value is None else f"{value:{form}}"
+
+
 def layer_runs(
     layers: Iterable[dict[str, Any]], keys: Collection[str]
 ) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -26,7 +26,7 @@ from kvq_tools.cli.continuation import Continuation
 from kvq_tools.cli.model_loading import prepared
 from kvq_tools.cli.options.demo import CACHES
 from kvq_tools.cli.planned import NamedCache
-from kvq_tools.cli.tables import print_table
+from kvq_tools.cli.tables import number, print_table
 from kvq_tools.cli.timed import TimedGeneration
 from kvq_tools.evaluation.results import finite
 from kvq_tools.evaluation.text import passage
@@ -62,16 +62,16 @@ def run(options: argparse.Namespace) -> None:
         models = prepared(llama, [spec for _, spec in caches], files)
     started = time.perf_counter()
     with console.progress(f"compiling for {len(caches)} caches"):
-        rows = [
+        runs = [
             DemoRun(name, spec, model, task)
             for (name, _), (model, spec) in zip(caches, models, strict=True)
         ]
-        generations = _compiled(rows)
+        generations = _compiled(runs)
     compile_seconds = time.perf_counter() - started
     measured = []
-    for row, generation in zip(rows, generations, strict=True):
-        with console.progress(f"running {row.name}"):
-            measured.append(row.run(generation, Continuation(tokenizer, task.prompt)))
+    for each, generation in zip(runs, generations, strict=True):
+        with console.progress(f"running {each.name}"):
+            measured.append(each.run(generation, Continuation(tokenizer, task.prompt)))
     result = {
         "model": options.model,
         "text": options.text or "passage.txt",
@@ -119,12 +119,12 @@ class DemoRun:
     task: DemoTask
 
     @property
-    def rows(self) -> str:
+    def rows_dtype(self) -> str:
         """Return the dtype of full-precision rows: the model's in a dense cache."""
         return MODEL_DTYPE if self.spec.exact else CACHE_DTYPE
 
     def new_cache(self) -> kvq.cache.Cache:
-        return kvq.init_cache(self.spec, self.llama.config, 1, self.task.capacity, self.rows)
+        return kvq.init_cache(self.spec, self.llama.config, 1, self.task.capacity, self.rows_dtype)
 
     def compile(self) -> TimedGeneration:
         """Compile everything that `run` needs."""
@@ -151,7 +151,7 @@ class DemoRun:
             "name": self.name,
             "cache": str(self.spec),
             "perplexity": finite(perplexity),
-            **cache_sizes.of(self.spec, self.llama.config, task.capacity, self.rows),
+            **cache_sizes.of(self.spec, self.llama.config, task.capacity, self.rows_dtype),
             "quantized_tokens": kvq.size.quantized_tokens(cache, task.capacity - 1),
             "tokens_per_second": task.new_tokens / generation.decode_seconds,
             "prefill_seconds": generation.prefill_seconds,
@@ -162,11 +162,11 @@ class DemoRun:
         }
 
 
-def _compiled(rows: list[DemoRun]) -> list[TimedGeneration]:
-    """Compile several rows at a time: XLA compiles without holding Python's lock."""
+def _compiled(runs: list[DemoRun]) -> list[TimedGeneration]:
+    """Compile several runs at a time: XLA compiles without holding Python's lock."""
     pool = ThreadPoolExecutor(min(4, os.cpu_count() or 1))
     try:
-        return list(pool.map(DemoRun.compile, rows))
+        return list(pool.map(DemoRun.compile, runs))
     finally:
         pool.shutdown(wait=False, cancel_futures=True)  # Ctrl-C does not wait for compilations
 
@@ -202,7 +202,7 @@ def _print(result: dict[str, Any]) -> None:
     rows = [
         {
             "cache": row["name"],
-            "perplexity": "-" if row["perplexity"] is None else f"{row['perplexity']:.3f}",
+            "perplexity": number(row["perplexity"], ".3f"),
             "first tokens as dense": (
                 "-"
                 if row["tokens_as_dense"] is None

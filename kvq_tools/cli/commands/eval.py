@@ -14,7 +14,7 @@ from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli import cache_sizes, mesh, protocol_evaluation, text_evaluation
 from kvq_tools.cli.console import UserError, check_finite, counted, format_bytes, print_json
 from kvq_tools.cli.model_loading import load_model, prepared
-from kvq_tools.cli.tables import print_table
+from kvq_tools.cli.tables import number, print_table
 from kvq_tools.cli.until_pressed import OF_READ_WINDOWS, UntilPressed, first_batch
 from kvq_tools.evaluation.results import Evaluation, finite
 from kvq_tools.evaluation.run import evaluate_caches
@@ -149,7 +149,7 @@ def _print(result: dict[str, Any]) -> None:
         {
             "cache": c["name"],
             **_predictions(c),
-            "KL": _number(c["kl"], 5),
+            "KL": number(c["kl"], ".5f"),
             "top-1 agreement": f"{c['agreement']:.2%}",
             **cache_sizes.size_cells(c, result["read_tokens"]),
         }
@@ -168,8 +168,8 @@ def _print(result: dict[str, Any]) -> None:
 
 def _predictions(numbers: dict[str, Any]) -> dict[str, str]:
     return {
-        "perplexity": _number(numbers["perplexity"], 3),
-        "bits/byte": _number(numbers["bits_per_byte"], 4),
+        "perplexity": number(numbers["perplexity"], ".3f"),
+        "bits/byte": number(numbers["bits_per_byte"], ".4f"),
     }
 
 
@@ -185,28 +185,24 @@ def _print_positions(result: dict[str, Any]) -> None:
     parts, names = result["positions"], ("by position in the window", "")
 
     def row(
-        name: str, what: str, values: Sequence[float | int | None], digits: int
+        name: str, what: str, values: Sequence[float | int | None], form: str
     ) -> dict[str, str]:
         numbers = {
-            f"{part['first']}-{part['last']}": _number(value, digits)
+            f"{part['first']}-{part['last']}": number(value, form)
             for part, value in zip(parts, values, strict=True)
             if part["tokens"]
         }
         return dict(zip(names, (name, what), strict=True)) | numbers
 
     rows = [
-        row(MODEL_ROW, "tokens", [part["tokens"] for part in parts], 0),
-        row("", "nats", result["exact"]["by_position"]["nats"], 4),
+        row(MODEL_ROW, "tokens", [part["tokens"] for part in parts], ".0f"),
+        row("", "nats", result["exact"]["by_position"]["nats"], ".4f"),
     ]
     for c in result["caches"]:
         by = c["by_position"]
         rows += [
-            row(c["name"], "nats", by["nats"], 4),
-            row("", "KL", by["kl"], 5),
-            row("", "flips", by["flips"], 0),
+            row(c["name"], "nats", by["nats"], ".4f"),
+            row("", "KL", by["kl"], ".5f"),
+            row("", "flips", by["flips"], ".0f"),
         ]
     print_table("", rows, texts=names)
-
-
-def _number(value: float | int | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
