@@ -9,10 +9,10 @@ import kvq_jax as kvq
 from kvq_jax.attention.dispatch import Implementation
 from kvq_jax.cache.cache import Cache
 from kvq_models.inference import decoding
-from kvq_models.inference.sampling import Sampling
 from kvq_models.llama.config import LlamaConfig
-from kvq_tools.cli import cache_sizes, sampling_options
+from kvq_tools.cli import cache_sizes
 from kvq_tools.cli.console import counted, format_bytes
+from kvq_tools.cli.sampling_options import GREEDY
 from kvq_tools.cli.timed import TimedGeneration
 
 _END = {"ended": ", the last one the end token", "max-new-tokens": "", "stopped": ", stopped"}
@@ -114,7 +114,12 @@ def _prompt(facts: dict[str, Any]) -> str:
 
 
 def _sampled(sampling: dict[str, Any]) -> str:
-    rule = Sampling(**{name: value for name, value in sampling.items() if name != "seed"})
-    return sampling_options.sampling_in_words(rule) + (
-        f", seed {sampling['seed']}" if rule.temperature else ""
-    )
+    if not sampling["temperature"]:
+        return "greedy"
+    filters = [
+        f"{name.replace('_', '-')} {sampling[name]:g}"
+        for name in ("top_k", "top_p", "min_p")
+        if sampling[name] != getattr(GREEDY, name)
+    ]
+    parts = [f"temperature {sampling['temperature']:g}", *filters, f"seed {sampling['seed']}"]
+    return ", ".join(parts)

@@ -50,20 +50,3 @@ def checked_sampling(options: argparse.Namespace, model: Sampling = GREEDY) -> S
     with input_errors():
         sampling.check()
     return sampling
-
-
-def sampling_in_words(sampling: Sampling) -> str:
-    """Return the sampling rule in words."""
-    if not sampling.temperature:
-        return "greedy"
-    limits = (
-        ("top-k", sampling.top_k, 0),
-        ("top-p", sampling.top_p, 1),
-        ("min-p", sampling.min_p, 0),
-    )
-    return ", ".join(
-        [
-            f"temperature {sampling.temperature:g}",
-            *(f"{name} {value:g}" for name, value, all_ in limits if value != all_),
-        ]
-    )
