@@ -26,7 +26,7 @@ from kvq_tools.cli import console, engines, inputs, interruption, sampling_optio
 from kvq_tools.cli.continuation import Continuation
 from kvq_tools.cli.tables import print_line
 
-CAPACITY_STEP, QUEUE = 64, 64
+QUEUE = 64  # requests that wait for a slot
 SETTINGS = {
     "temperature": (int, float),
     "top_k": int,
@@ -59,10 +59,10 @@ def run(options: argparse.Namespace) -> None:
     items = read_items(options, config, tokenizer)
     with _answers(out_file) as (before, out):
         pending = _pending(options.out, items, before)
-        started, size, tokens, lost, at_once = time.monotonic(), None, 0, 0, False
+        started, size, tokens, not_finite, at_once = time.monotonic(), None, 0, 0, False
         if pending:
             need = max(len(item.request.prompt) + item.request.max_new_tokens for item in pending)
-            size = engines.size_of(options, config, inputs.round_up(need, CAPACITY_STEP))
+            size = engines.size_of(options, config, inputs.rounded_capacity(need))
             if need > size.capacity:
                 raise console.UserError(
                     f"the longest prompt and its new tokens are {need} tokens, and the capacity is"
@@ -82,10 +82,10 @@ def run(options: argparse.Namespace) -> None:
                     if tokenizer is not None:
                         text = Continuation(tokenizer, prompt, ends).text(ids)
                     _write(out, item, ids, reason, text)
-                    tokens, lost = tokens + len(ids), lost + (reason == "not-finite")
+                    tokens, not_finite = tokens + len(ids), not_finite + (reason == "not-finite")
                     at_once |= item.plain and len(ids) == 1 and reason == "ended"
     seconds = time.monotonic() - started
-    done: dict[str, Any] = {
+    result: dict[str, Any] = {
         "model": options.model,
         "cache": str(options.cache.spec),
         "prompts": len(items),
@@ -100,11 +100,11 @@ def run(options: argparse.Namespace) -> None:
         "out": options.out,
     }
     if options.json:
-        console.print_json("batch", done)
+        console.print_json("batch", result)
     else:
-        print_line(_in_words(done, options.cache.text))
+        print_line(_in_words(result, options.cache.text))
     text_input.advise_chat(tokenizer, "try --chat and another --out", ended_at_once=at_once)
-    console.check_finite([f"{options.cache.text} ({lost} answers)"] if lost else [])
+    console.check_finite([f"{options.cache.text} ({not_finite} answers)"] if not_finite else [])
 
 
 def answered(
@@ -147,6 +147,9 @@ def read_items(
             request = _request(fields, options, config, tokenizer, base)
             need = len(request.prompt) + request.max_new_tokens
             request.check(config.vocab_size, options.capacity or max(need, 1))
+            name = fields.get("id", number - 1)
+            if not isinstance(name, str | int) or isinstance(name, bool):
+                raise ValueError(f"id must be a text or an integer, got {name!r}")
         except json.JSONDecodeError as error:
             raise console.UserError(
                 f"{options.prompts}, line {number}: write a text in quotes or an object, as JSON"
@@ -154,11 +157,6 @@ def read_items(
             ) from error
         except (console.UserError, ValueError) as error:
             raise console.UserError(f"{options.prompts}, line {number}: {error}") from error
-        name = fields.get("id", number - 1)
-        if not isinstance(name, str | int) or isinstance(name, bool):
-            raise console.UserError(
-                f"{options.prompts}, line {number}: id must be a text or an integer, got {name!r}"
-            )
         digest = hashlib.sha256(
             json.dumps([settings, dataclasses.astuple(request)]).encode()
         ).hexdigest()[:16]
@@ -284,14 +282,14 @@ def _write(out: BinaryIO, item: PromptLine, ids: list[int], reason: str, text: s
     json_lines.append(out, answer)
 
 
-def _in_words(done: dict[str, Any], cache: str) -> str:
-    before = f", {done['answered_before']} were there" if done["answered_before"] else ""
-    if not done["answered"]:
-        return f"[{console.counted(done['prompts'], 'prompts')}{before}; nothing to do]"
+def _in_words(result: dict[str, Any], cache: str) -> str:
+    before = f", {result['answered_before']} were there" if result["answered_before"] else ""
+    if not result["answered"]:
+        return f"[{console.counted(result['prompts'], 'prompts')}{before}; nothing to do]"
     return (
-        f"[{done['answered']} of {done['prompts']} prompts answered{before};"
-        f" {console.counted(done['new_tokens'], 'new tokens')} in"
-        f" {done['seconds']:.1f} s, {done['tokens_per_second'] or 0:.1f} tokens/s;"
-        f" {console.counted(done['slots'], 'slots')} of {done['capacity']} tokens"
-        f" with {cache}, {console.format_bytes(done['cache_bytes'])}; {done['out']}]"
+        f"[{result['answered']} of {result['prompts']} prompts answered{before};"
+        f" {console.counted(result['new_tokens'], 'new tokens')} in"
+        f" {result['seconds']:.1f} s, {result['tokens_per_second'] or 0:.1f} tokens/s;"
+        f" {console.counted(result['slots'], 'slots')} of {result['capacity']} tokens"
+        f" with {cache}, {console.format_bytes(result['cache_bytes'])}; {result['out']}]"
     )

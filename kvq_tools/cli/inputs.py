@@ -20,6 +20,7 @@ from kvq_models.llama.weights_needed import check_weights
 from kvq_tools.cli.console import UserError, input_errors, warn
 from kvq_tools.cli.planned import NamedCache
 
+CAPACITY_STEP = 64  # tokens
 DENSE = NamedCache("dense", kvq.parse("dense"))  # the cache if --cache is left out
 
 
@@ -166,5 +167,7 @@ def warn_beyond(tokens: int, config: LlamaConfig, name: str = "") -> None:
         )
 
 
-def round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
+def rounded_capacity(tokens: int) -> int:
+    """Return the capacity of a cache for this many tokens. There are few different ones, because
+    each is a program to compile."""
+    return -(-tokens // CAPACITY_STEP) * CAPACITY_STEP

@@ -35,7 +35,6 @@ from kvq_tools.cli.reading import reading
 from kvq_tools.cli.tables import print_line
 from kvq_tools.cli.timed import TimedGeneration
 
-CAPACITY_STEP = 64
 SEGMENT_SECONDS = 0.5  # most that a text without --stream takes to end after Ctrl-C
 
 
@@ -149,7 +148,7 @@ def _capacity(options: argparse.Namespace, config: LlamaConfig, prompt: int) -> 
         raise UserError(f"{prompt} prompt + {new} are {need}, over --capacity {options.capacity}")
     inputs.warn_beyond(need, config)
     if options.capacity is None:
-        return inputs.round_up(need, CAPACITY_STEP)
+        return inputs.rounded_capacity(need)
     return options.capacity
 
 

@@ -46,7 +46,7 @@ def test_generate_json_holds_the_tokens_of_the_library_and_the_bytes_of_its_cach
     assert found["tokens"] == np.asarray(out.tokens)[0, : int(out.lengths[0])].tolist(), (
         "generate and kvq generate differ"
     )
-    assert found["capacity"] == inputs.round_up(int(lengths[0]) + NEW, 64), (
+    assert found["capacity"] == inputs.rounded_capacity(int(lengths[0]) + NEW), (
         "the default capacity is prompt + new, up to a multiple of 64"
     )
     assert found["cache_bytes"] == size
