@@ -74,13 +74,11 @@ def described(path: str, config: LlamaConfig) -> SavedPrompt:
         tokens.ndim == 1
         and tokens.dtype == np.int32
         and 0 < len(tokens) <= layout.capacity
+        and all(0 <= token < config.vocab_size for token in tokens.tolist())
         and logits.dtype == np.float32
+        and logits.shape == (1, config.vocab_size)
     )
-    if (
-        not fits
-        or logits.shape != (1, config.vocab_size)
-        or not all(0 <= token < config.vocab_size for token in tokens.tolist())
-    ):
+    if not fits:
         raise UserError(
             f"{path!r} does not fit the model: {tokens.dtype}{list(tokens.shape)} tokens, logits"
             f" {list(logits.shape)}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -87,7 +88,7 @@ def generated(
 
 def refuse_beside_data(options: argparse.Namespace, *names: str) -> None:
     """Raise UserError if --data comes with an option of generated samples."""
-    conflicts = [name for name in names if getattr(options, name.replace("-", "_")) is not None]
+    conflicts = [name for name in names if getattr(options, name) is not None]
     if options.data is not None and conflicts:
         raise console.UserError(
             f"--{conflicts[0]} is for generated samples, but --data has ready-made ones"
@@ -205,19 +206,13 @@ def summary(
     themselves."""
     by_label = {}
     for label in groups:
-        values = sorted(
-            {
-                samples[a.index].labels[label]
-                for a in answers
-                if samples[a.index].labels.get(label) is not None
-            }
-        )
-        parts = {
-            value: [a for a in answers if samples[a.index].labels.get(label) == value]
-            for value in values
-        }
+        parts = defaultdict[Any, list[ScoredAnswer]](list)
+        for answer in answers:
+            parts[samples[answer.index].labels.get(label)].append(answer)
+        parts.pop(None, None)  # samples without the label
         by_label[label] = [
-            {label: value, "samples": len(part)} | _means(part) for value, part in parts.items()
+            {label: value, "samples": len(parts[value])} | _means(parts[value])
+            for value in sorted(parts)
         ]
     return {
         "scores": _means(answers),

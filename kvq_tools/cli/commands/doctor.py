@@ -59,7 +59,11 @@ def _described(
 ) -> dict[str, Any]:
     """Describe a layer: both sides (`kv` if both are read from the same rows), why one is left in
     full precision, and why GPU and CPU kernels cannot read the layer (None if they can)."""
-    exact = [side for side, method in (("k", spec.k), ("v", spec.v)) if method.exact]
+    exact = [
+        f"{side} is {method.name}"
+        for side, method in (("k", spec.k), ("v", spec.v))
+        if method.exact
+    ]
     reason = None
     if index in spec.skip_layers:
         reason = "skip_layers names it"
@@ -68,7 +72,7 @@ def _described(
     elif not plan.quantizes:
         reason = "its options keep rows as they are"
     elif exact:
-        reason = f"{exact[0]} is {getattr(spec, exact[0]).name}"
+        reason = exact[0]
     sides = {side: _side(codec, plan) for side, codec in zip(plan.names, plan.codecs, strict=True)}
     return {
         "layer": index,
