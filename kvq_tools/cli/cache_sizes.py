@@ -39,7 +39,8 @@ def weights(config: LlamaConfig, dtype: str) -> int:
 
 
 def weights_in_words(size: int, dtype: str, model: str) -> str:
-    """Say what the weights take besides a cache. Those of a GGUF file stay packed on a CPU."""
+    """Return a sentence about the bytes of the weights. Those of a GGUF file stay packed on a
+    CPU."""
     checkpoint = open_checkpoint(model, "config")
     packed = ""
     if isinstance(checkpoint, GgufFile):

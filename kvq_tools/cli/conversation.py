@@ -194,11 +194,11 @@ class Conversation:
         """Take over the cache after a segment, with its tokens and text, and return the answer's
         tokens."""
         answer = np.asarray(state.tokens)[0, : int(state.lengths[0])].tolist()
-        said = decoded(self._tokenizer, answer[:-1] if self._ended(answer) else answer)
+        content = decoded(self._tokenizer, answer[:-1] if self._ended(answer) else answer)
         self.cache, self.ids = state.cache, before + answer
         self.finite &= bool(state.finite[0])
         self._text = turn.text + decoded(self._tokenizer, answer, special=True)
-        self.messages = (*turn.messages, {"role": "assistant", "content": said})
+        self.messages = (*turn.messages, {"role": "assistant", "content": content})
         return answer
 
     @property

@@ -72,22 +72,22 @@ def _bias_warnings(cache: kvq.cache.Cache, biases: list[np.ndarray] | None) -> l
         facts, largest = plan.k.facts, float(np.abs(bias).max())
         if largest < LARGE_BIAS:
             continue
-        found = f"layer {layer}: k_proj bias up to {largest:.3g}"
+        large = f"layer {layer}: k_proj bias up to {largest:.3g}"
         if facts.channel_group_bits is not None and facts.normalizes_channels:
             problems.append(
-                f"{found}; dividing keys by their channel's norm removes only its square root: add"
+                f"{large}; dividing keys by their channel's norm removes only its square root: add"
                 " subtract_bias=true"
             )
         elif facts.channel_group_bits is not None:
             step = 2 * largest / (2**facts.channel_group_bits - 1)
             problems.append(
-                f"{found} makes steps of about {step:.3g} in per-token key groups, which erases"
+                f"{large} makes steps of about {step:.3g} in per-token key groups, which erases"
                 " smaller channels; add subtract_bias=true, or use per-channel keys before RoPE"
                 f" (k=kivi:pre_rope=true) or skip_layers={layer}"
             )
         if facts.mantissa_bits is not None:
             problems.append(
-                f"{found} is stored as floats of {facts.mantissa_bits} mantissa bits, in steps of"
+                f"{large} is stored as floats of {facts.mantissa_bits} mantissa bits, in steps of"
                 f" up to {largest / 2**facts.mantissa_bits:.3g}; add subtract_bias=true or"
                 f" skip_layers={layer}"
             )

@@ -67,8 +67,8 @@ def encode(tokenizer: Any, text: str, *, chat: bool = False) -> list[int]:
 
 
 def check_samples(ids: list[int], length: int) -> None:
-    """Raise UserError, with the remedy, if a text has no sample of `length` tokens and the next
-    one."""
+    """Raise UserError, with the remedy, if a text is too short for a sample of `length` tokens and
+    the token after it."""
     if len(ids) <= length:
         shorter = f", or --length {len(ids) - 1}" if len(ids) > 1 else ""
         raise UserError(

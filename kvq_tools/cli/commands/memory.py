@@ -156,7 +156,7 @@ def _print(result: dict[str, Any]) -> None:
 
 
 def _print_parts(caches: list[dict[str, Any]]) -> None:
-    """Print the parts of each cache, and what it needs besides itself."""
+    """Print the parts of each cache, and the memory that it needs besides them."""
     parts = [
         {"cache": c["name"], "side": p["side"], "part": p["name"]} | _bytes(p["bytes"])
         for c in caches
@@ -179,7 +179,7 @@ def _bytes(size: int) -> dict[str, object]:
 
 
 def _print_notes(cache: dict[str, Any]) -> None:
-    """Print where bytes and bits are counted otherwise than in the table."""
+    """Print the counts that differ from those in the table."""
     name, bits = cache["name"], cache["paper_bits_per_element"]
     if cache["paper_layout_bytes"] is not None:
         here, theirs = (format_bytes(cache[key]) for key in ("cache_bytes", "paper_layout_bytes"))
