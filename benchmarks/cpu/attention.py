@@ -28,6 +28,7 @@ from benchmarks.cpu.timing import (
     first_row,
     parsed,
     random_layer,
+    random_parameters,
     relative_error,
     run,
     wait,
@@ -151,7 +152,7 @@ def _cache(shape: Shape, name: str, plan: LayerPlan, route: Route) -> Candidate:
             after.append(state)
         return outputs[1:], after
 
-    params = _parameters(plan)
+    params = random_parameters(plan)
     states, inputs = (
         [random_layer(plan, shape.batch, "float32") for _ in range(_layers(shape))],
         _inputs(shape),
@@ -210,16 +211,6 @@ def _inputs(shape: Shape) -> kvq.types.LayerInputs:
         jnp.ones((shape.batch, 1), bool),
         rope,
     )
-
-
-def _parameters(plan: LayerPlan) -> Tree:
-    """Return what methods are calibrated for, from random rows, or () if no side needs any."""
-    rows = np.random.default_rng(6).standard_normal((2, 512, plan.heads, plan.head_dim), np.float32)
-    sides = [
-        codec.learning.calibrate(*rows) if codec.learning.parameters(plan.heads) else ()
-        for codec in plan.codecs
-    ]
-    return jax.tree.map(jnp.asarray, tuple(sides)) if any(sides) else ()
 
 
 def _normal(shape: tuple[int, ...], dtype: str, seed: int) -> Array:

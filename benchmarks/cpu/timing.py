@@ -24,6 +24,7 @@ from jax import lax
 from benchmarks.report_file import Report, cores, header
 from kvq_jax.arrays.stored import BodySpec
 from kvq_jax.layer.plan import LayerPlan, LayerState
+from kvq_jax.types.array_types import Tree
 from kvq_tools.processor import processor_name
 
 CACHES = (
@@ -215,6 +216,16 @@ def random_layer(plan: LayerPlan, batch: int, dtype: str, seed: int = 0) -> Laye
     )
     sink, ring = windows
     return dataclasses.replace(plan.init(batch, dtype), sink=sink, ring=ring, body=body)
+
+
+def random_parameters(plan: LayerPlan) -> Tree:
+    """Return what methods are calibrated for, from random rows, or () if no side needs any."""
+    rows = np.random.default_rng(6).standard_normal((2, 512, plan.heads, plan.head_dim), np.float32)
+    sides = [
+        codec.learning.calibrate(*rows) if codec.learning.parameters(plan.heads) else ()
+        for codec in plan.codecs
+    ]
+    return jax.tree.map(jnp.asarray, tuple(sides)) if any(sides) else ()
 
 
 def relative_error(actual: jax.Array | np.ndarray, expected: jax.Array | np.ndarray) -> float:

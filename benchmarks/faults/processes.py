@@ -311,7 +311,7 @@ def compilation_cache(folder: Path) -> Iterator[Inject]:
             for file, other in zip(programs, reversed(programs), strict=True):
                 file.write_bytes(kept_programs[other])
         status, result = computed()
-        said = "Error reading persistent" in (folder / "said").read_text(errors="replace")
+        said = "is damaged" in (folder / "said").read_text(errors="replace")
         for file, content in kept_programs.items():
             file.write_bytes(content)
         if status is None:
