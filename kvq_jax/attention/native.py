@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from cpu_kernels import store
 from cpu_kernels.attention import (
@@ -39,18 +40,24 @@ def attend(
 ) -> QueryBNTH:
     """Attend as `streaming.attend` does.
 
-    One query token takes one kernel call, which also reads the windows. Several query tokens, or
-    windows that hold no keys after RoPE, go through `read_body`.
+    One query token takes one kernel call, which also reads the windows, or two. Several query
+    tokens, or windows that both sides share, go through `read_body`.
     """
     if not _reads_windows(plan, after, inputs):
         return streaming.attend(plan, params, before, body, inputs, limits, read_body)
     batch, heads, _, head_dim = inputs.q_rot.shape
     rows = inputs.q_rot.reshape(batch, plan.heads, heads // plan.heads, head_dim)
     seen = _seen(plan, inputs, limits)
-    windows = ExactRows(rows, seen, (after.sink[0], after.ring[0]), (after.sink[1], after.ring[1]))
+    windows = ExactRows(rows, seen, *_window_vectors(plan, params, after, inputs))
     view = BodyView(plan, params, after.stats, body, inputs.rope)
-    written = streaming.written_tokens(inputs, limits)
-    part = _of_body(view, written, rows, inputs.positions, limits, windows)
+    read = functools.partial(
+        _read, view, streaming.written_tokens(inputs, limits), rows, inputs.positions
+    )
+    if plan.v.kernels.sum is None:
+        part = read(limits, windows)
+    else:  # what follows the sum over the body does not follow that over the windows
+        of_body = _summed(view, read(limits, None))
+        part = online_softmax.merge(of_body, read(jnp.zeros_like(limits), windows))
     return streaming.finished(plan, part, inputs.q_rot, inputs.sinks)
 
 
@@ -59,20 +66,36 @@ def _reads_windows(plan: LayerPlan, state: LayerState, inputs: LayerInputs) -> b
         return False
     if plan.regions.axis is not None:  # all shards have the windows, which count once
         return False
-    vectors = (
-        not plan.joint
-        and all(codec.facts.form == "vectors" for codec in plan.codecs)
-        and plan.v.kernels.sum is None
-    )
-    return vectors and state.ring[0].dtype.name in WINDOW_DTYPES
+    return not plan.joint and state.ring[0].dtype.name in WINDOW_DTYPES
+
+
+def _window_vectors(
+    plan: LayerPlan, params: Tree, state: LayerState, inputs: LayerInputs
+) -> list[tuple[Float[Array, "B K E0 H"], Float[Array, "B K E1 H"]]]:
+    """Return the keys after RoPE, and the values, of (sink, ring)."""
+    positions, _ = _slots(plan, inputs)
+    of_sink, of_ring = jnp.split(positions, [plan.regions.sink_slots], axis=1)
+    return [
+        (
+            codec.vectors(params[side], state.sink[side], of_sink, inputs.rope),
+            codec.vectors(params[side], state.ring[side], of_ring, inputs.rope),
+        )
+        for side, codec in enumerate(plan.codecs)
+    ]
+
+
+def _slots(plan: LayerPlan, inputs: LayerInputs) -> tuple[Int[Array, "B E"], Bool[Array, "B E"]]:
+    """Return (positions, mask of those that hold a token) of the slots of sink and ring, once the
+    query's token is in them."""
+    start = inputs.positions[:, :1]
+    tokens = start + inputs.valid[:, :1].astype(start.dtype)
+    return streaming.window_slots(plan.regions, tokens)
 
 
 def _seen(plan: LayerPlan, inputs: LayerInputs, limits: PositionsBT) -> Bool[Array, "B E"]:
-    """Return a mask of the slots of sink and ring that the query sees, once its token is in them:
-    the slots that hold a token that is not in the body."""
-    start = inputs.positions[:, :1]
-    tokens = start + inputs.valid[:, :1].astype(start.dtype)
-    positions, real = streaming.window_slots(plan.regions, tokens)
+    """Return a mask of the slots of sink and ring that the query sees: those that hold a token that
+    is not in the body."""
+    positions, real = _slots(plan, inputs)
     inside = inside_window(plan.attention, inputs.positions, positions)
     return real & inside & streaming.outside_body(plan.regions, positions, limits)
 
@@ -87,11 +110,16 @@ def read_body(
     if not view.plan.regions.held_capacity:
         return part
     stored = BodyView(view.plan, view.params, view.stats, view.body, view.rope)
-    of_body = _of_body(stored, view.written, rows, queries.positions, queries.limits, None)
-    return online_softmax.merge(part, of_body)
+    of_body = _read(stored, view.written, rows, queries.positions, queries.limits, None)
+    return online_softmax.merge(part, _summed(stored, of_body))
 
 
-def _of_body(
+def _summed(view: BodyView, part: PartialAttention) -> PartialAttention:
+    """Return `part`, over a body, with what its values' codec does to a sum."""
+    return part._replace(o=view.plan.v.kernels.summed(view.stats[-1], part.o))
+
+
+def _read(
     view: BodyView,
     written: LengthsB,
     rows: Float[Array, "B K R H"],
@@ -99,6 +127,8 @@ def _of_body(
     limits: PositionsBT,
     windows: ExactRows | None,
 ) -> PartialAttention:
+    """Return the attention over the body tokens below the limits, and over the windows, before
+    `_summed`."""
     plan, regions, attention = view.plan, view.plan.regions, view.plan.attention
     capacity = regions.held_capacity
     sides = zip(plan.codecs, view.params, view.body, strict=True)
@@ -126,7 +156,7 @@ def _of_body(
         scale=attention.scale,
         soft_cap=attention.soft_cap,
     )
-    return PartialAttention(m, l, plan.v.kernels.summed(view.stats[-1], o))
+    return PartialAttention(m, l, o)
 
 
 def _body_and_arrays(codec: Codec, params: Tree, body: Tree) -> tuple[Body, list[Array]]:
