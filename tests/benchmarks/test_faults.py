@@ -77,3 +77,12 @@ print('["done"]', flush=True)
     assert (row.controls, row.control) == (CONTROLS, CONTROLS)
     assert "ends with -9" in row.notes[0]
     assert kept[-1] == row
+
+
+def test_compiled_programs_that_are_damaged_are_seen_and_compiled_anew(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(runner, "CONTROLS", 1)
+    row = runner.run_kind("compiled programs", 2, FaultRow("compiled programs"))
+    assert (row.tried, row.detected, row.recovered) == (2, 2, 2), row
+    assert row.control == row.controls == 1, "programs that are exchanged are not noticed"
