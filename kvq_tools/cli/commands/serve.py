@@ -38,7 +38,8 @@ def run(options: argparse.Namespace) -> None:
         )
     logging.basicConfig(format="kvq: %(levelname)s: %(message)s")
     heaps.limit()
-    api_keys = _checked_keys(options)
+    api_keys = _api_keys(options)
+    _check_options(options)
     with input_errors():
         bound = bound_socket(options.host, options.port)  # before minutes of loading
     with contextlib.closing(bound):
@@ -135,22 +136,29 @@ def footer(tokens: int, ended: Mapping[Reason, int]) -> str:
     return f"[{drawn}{''.join(others)}; stopped]"
 
 
-def _checked_keys(options: argparse.Namespace) -> list[str]:
-    """Check the options that need no model, and return the API keys."""
+def _api_keys(options: argparse.Namespace) -> list[str]:
     key = os.environ.get("KVQ_API_KEY")
     api_keys = options.api_key or ([] if key is None else [key.strip()])
     if not all(api_keys):
         raise UserError(
             "the API key is empty; to serve without one, leave out --api-key and KVQ_API_KEY"
         )
+    return api_keys
+
+
+def _check_options(options: argparse.Namespace) -> None:
+    """Check the options that need no model."""
+    if not options.host:  # a socket would take it for all addresses
+        raise UserError("--host is empty; write 127.0.0.1, or 0.0.0.0 for every network")
+    for option, text in (("--name", options.name), ("--prefix-dir", options.prefix_dir)):
+        if text == "":
+            raise UserError(f"{option} is empty; leave it out, or name one")
     if options.prefix_disk is not None and options.prefix_dir is None:
         raise UserError("--prefix-disk limits --prefix-dir: give that, too")
     if options.prefix_disk == 0:
         raise UserError("--prefix-disk 0 keeps nothing: leave out --prefix-dir, too")
     if options.prefix_dir is not None:
         inputs.output_directory(options.prefix_dir, "--prefix-dir")
-    if not options.host:  # a socket would take it for all addresses
-        raise UserError("--host is empty; write 127.0.0.1, or 0.0.0.0 for every network")
     if options.mesh is not None and (options.prefix_memory or options.prefix_dir is not None):
         raise UserError(
             "prefixes are only kept for a cache on one device: leave out --prefix-memory and"
@@ -162,7 +170,6 @@ def _checked_keys(options: argparse.Namespace) -> list[str]:
                 f"--cors {origin!r} must be * or an origin without a path, such as"
                 " https://example.com"
             )
-    return api_keys
 
 
 def _prefixes(options: argparse.Namespace, *, one_device: bool) -> PrefixStore | None:

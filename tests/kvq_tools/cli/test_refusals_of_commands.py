@@ -81,6 +81,8 @@ REFUSED = [
     ("quantize-weights {model} --bits 3 --sparse 2 --text {text} --out {tmp}/o", "sparse=2.0 must"),
     ("serve {model} --host 256.1.1.1", "not known"),
     ("serve {model} --host ''", "write 127.0.0.1, or 0.0.0.0 for every network"),
+    ("serve {model} --name ''", "--name is empty"),
+    ("serve {model} --prefix-dir ''", "--prefix-dir is empty"),
     ("serve {model} --prefix-dir {text}", "is a file; name a directory"),
     ("serve {model} --prefix-dir {tmp} --prefix-disk 0", "leave out --prefix-dir, too"),
     ("serve {model} --prefix-disk 1GiB", "--prefix-disk limits --prefix-dir"),
