@@ -137,6 +137,8 @@ def output_file(path: str, option: str = "--out") -> Path:
 def output_directory(path: str, option: str = "--out", *, empty: bool = False) -> Path:
     """Check before any work that a directory can be created and written. Nothing is created
     yet."""
+    if not path:  # which Path takes for the current directory
+        raise UserError(f"{option} is empty; name a directory")
     out = Path(path)
     if empty and out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise UserError(f"{option} {path!r} exists and is not an empty directory; name a new one")

@@ -150,9 +150,8 @@ def _check_options(options: argparse.Namespace) -> None:
     """Check the options that need no model."""
     if not options.host:  # a socket would take it for all addresses
         raise UserError("--host is empty; write 127.0.0.1, or 0.0.0.0 for every network")
-    for option, text in (("--name", options.name), ("--prefix-dir", options.prefix_dir)):
-        if text == "":
-            raise UserError(f"{option} is empty; leave it out, or name one")
+    if options.name == "":
+        raise UserError("--name is empty; leave it out for the model's")
     if options.prefix_disk is not None and options.prefix_dir is None:
         raise UserError("--prefix-disk limits --prefix-dir: give that, too")
     if options.prefix_disk == 0:

@@ -83,6 +83,8 @@ REFUSED = [
     ("serve {model} --host ''", "write 127.0.0.1, or 0.0.0.0 for every network"),
     ("serve {model} --name ''", "--name is empty"),
     ("serve {model} --prefix-dir ''", "--prefix-dir is empty"),
+    ("report {model} --text {text} --cache kivi --out ''", "--out is empty"),
+    ("quantize-weights {model} --bits 4 --out ''", "--out is empty"),
     ("serve {model} --prefix-dir {text}", "is a file; name a directory"),
     ("serve {model} --prefix-dir {tmp} --prefix-disk 0", "leave out --prefix-dir, too"),
     ("serve {model} --prefix-disk 1GiB", "--prefix-disk limits --prefix-dir"),
