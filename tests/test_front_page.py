@@ -12,6 +12,7 @@ import kvq_jax as kvq
 from benchmarks import front_picture
 from benchmarks.cpu.request.report import RequestReport
 from benchmarks.cpu.timing import CpuReport
+from benchmarks.gpu.report import GpuReport
 from benchmarks.protocol import front_page
 from benchmarks.protocol.report import ProtocolReport
 from benchmarks.report_file import RESULTS
@@ -124,6 +125,20 @@ def test_the_speed_is_that_of_the_committed_results():
     assert dense in said, dense
     assert f"results/{SPEED}.md" in README
     assert {row.shape.tokens for row in report.rows} == {6144}
+
+
+def test_the_times_of_a_gpu_are_those_of_the_committed_results():
+    report = GpuReport.read(RESULTS / "kernels_h200.json")
+    times = {
+        (row.candidate, row.arithmetic): f"{1e3 * row.median_ms:.0f}"
+        for row in report.rows
+        if row.section == "attention" and (row.shape.batch, row.shape.tokens) == (16, 32768)
+    }
+    said = " ".join(README.split())
+    kivi, cudnn = times["kivi:bits=4", "mosaic"], times["cuDNN bf16", ""]
+    eigen = times["waterfill:bits=2.5,key_basis=eigen", "mosaic"]
+    assert f"16 x 32K tokens take `kivi:bits=4` [{kivi} us]" in said, kivi
+    assert f"cuDNN in bf16 {cudnn}, `waterfill` in an eigenbasis {eigen}." in said, (cudnn, eigen)
 
 
 def test_the_request_is_that_of_the_committed_results():

@@ -47,8 +47,11 @@ def attend(
         return streaming.attend(plan, params, before, body, inputs, limits, read_body)
     batch, heads, _, head_dim = inputs.q_rot.shape
     rows = inputs.q_rot.reshape(batch, plan.heads, heads // plan.heads, head_dim)
-    seen = _seen(plan, inputs, limits)
-    windows = ExactRows(rows, seen, *_window_vectors(plan, params, after, inputs))
+    positions, real = _slots(plan, inputs)
+    inside = inside_window(plan.attention, inputs.positions, positions)
+    seen = real & inside & streaming.outside_body(plan.regions, positions, limits)
+    vectors = _window_vectors(plan, params, after, positions, inputs.rope)
+    windows = ExactRows(rows, seen, *vectors)
     view = BodyView(plan, params, after.stats, body, inputs.rope)
     read = functools.partial(
         _read, view, streaming.written_tokens(inputs, limits), rows, inputs.positions
@@ -70,15 +73,18 @@ def _reads_windows(plan: LayerPlan, state: LayerState, inputs: LayerInputs) -> b
 
 
 def _window_vectors(
-    plan: LayerPlan, params: Tree, state: LayerState, inputs: LayerInputs
+    plan: LayerPlan,
+    params: Tree,
+    state: LayerState,
+    positions: Int[Array, "B E"],
+    rope: Rope | None,
 ) -> list[tuple[Float[Array, "B K E0 H"], Float[Array, "B K E1 H"]]]:
-    """Return the keys after RoPE, and the values, of (sink, ring)."""
-    positions, _ = _slots(plan, inputs)
+    """Return the keys after RoPE, and the values, of (sink, ring). positions: of their slots."""
     of_sink, of_ring = jnp.split(positions, [plan.regions.sink_slots], axis=1)
     return [
         (
-            codec.vectors(params[side], state.sink[side], of_sink, inputs.rope),
-            codec.vectors(params[side], state.ring[side], of_ring, inputs.rope),
+            codec.vectors(params[side], state.sink[side], of_sink, rope),
+            codec.vectors(params[side], state.ring[side], of_ring, rope),
         )
         for side, codec in enumerate(plan.codecs)
     ]
@@ -90,14 +96,6 @@ def _slots(plan: LayerPlan, inputs: LayerInputs) -> tuple[Int[Array, "B E"], Boo
     start = inputs.positions[:, :1]
     tokens = start + inputs.valid[:, :1].astype(start.dtype)
     return streaming.window_slots(plan.regions, tokens)
-
-
-def _seen(plan: LayerPlan, inputs: LayerInputs, limits: PositionsBT) -> Bool[Array, "B E"]:
-    """Return a mask of the slots of sink and ring that the query sees: those that hold a token that
-    is not in the body."""
-    positions, real = _slots(plan, inputs)
-    inside = inside_window(plan.attention, inputs.positions, positions)
-    return real & inside & streaming.outside_body(plan.regions, positions, limits)
 
 
 def read_body(
