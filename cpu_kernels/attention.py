@@ -29,12 +29,15 @@ class ExactRows(NamedTuple):
         seen: which tokens count, first those of the first window. The others may hold anything.
         keys: of the two windows.
         values: of the two windows.
+        turns: for keys before RoPE, the cosines and sines that rotate them, times RoPE's attention
+            factor.
     """
 
     q: Float[Array, "B K R H"]
     seen: Bool[Array, "B E"]
     keys: tuple[Float[Array, "B K E0 H"], Float[Array, "B K E1 H"]]
     values: tuple[Float[Array, "B K E0 H"], Float[Array, "B K E1 H"]]
+    turns: tuple[Float[Array, "B E half"], Float[Array, "B E half"]] | tuple[()] = ()
 
 
 class Ring(NamedTuple):
@@ -86,7 +89,7 @@ def decode_attention(
         limits: the token behind the last one that each query sees. Tokens that none sees may hold
             anything.
         capacity: S, the number of tokens that the arrays have room for.
-        windows: attended to as well. T must be 1.
+        windows: attended to as well. T must be 1. Their keys are rotated if those of the body are.
         lower: the first token that each query sees. None: token 0.
         ring: the body's, if it is one. None: token t lies at place t.
         scale: the factor of scores. None: H ** -0.5.
@@ -107,6 +110,7 @@ def decode_attention(
     arrays = [q.astype(jnp.float32), limits.astype(jnp.int32), *k_arrays, *v_arrays]
     if windows is not None:
         arrays += [windows.q.astype(jnp.float32), windows.seen, *windows.keys, *windows.values]
+        arrays += windows.turns
     if lower is not None:
         arrays.append(lower.astype(jnp.int32))
     if ring is not None:

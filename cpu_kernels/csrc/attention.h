@@ -290,29 +290,35 @@ struct Attention : AttentionState {
   }
 
   // Point at rows of whole vectors, in place or copied to `elements`. Return the type of their
-  // numbers.
-  int64_t widen(const void* const* stored, int64_t count, const void** rows) {
-    const int64_t type = span.windows->type, padded = vectors() * kLanes;
+  // numbers. Keys before RoPE are rotated by the tables of their slots.
+  int64_t widen(const void* const* stored, const int64_t* slots, int64_t count, const void** rows) {
+    const kvq::Windows& windows = *span.windows;
+    const int64_t padded = vectors() * kLanes, half = channels / 2;
+    const bool turned = slots && k.rotated;
     for (int64_t i = 0; i < count; i++) {
       rows[i] = stored[i];
-      if (channels == padded) continue;
+      if (channels == padded && !turned) continue;
       float* copy = elements + i * padded;
-      load_floats(stored[i], type, 0, channels, copy);
+      load_floats(stored[i], windows.type, 0, channels, copy);
       for (int64_t c = channels; c < padded; c++) copy[c] = 0;
+      if (turned)
+        turn<false>(copy, windows.turns[0] + slots[i] * half, windows.turns[1] + slots[i] * half,
+                    half, copy);
       rows[i] = copy;
     }
-    return channels == padded ? type : int64_t(kvq::kFloat32);
+    return channels == padded && !turned ? windows.type : int64_t(kvq::kFloat32);
   }
 
   // Attend to a tile of tokens of the windows.
-  void add_exact(const void* const* stored_keys, const void* const* stored_values, int64_t count) {
+  void add_exact(const void* const* stored_keys, const void* const* stored_values,
+                 const int64_t* slots, int64_t count) {
     const void* rows[kTile];
-    int64_t type = widen(stored_keys, count, rows);
+    int64_t type = widen(stored_keys, slots, count, rows);
     for (int64_t b = 0; b < blocks; b++) {
       score_exact(rows_of(b), rows, type, count, vectors(), q_of(b), k.row_floats(), scores_of(b));
       weights_of_tile(b, 0, 0, count);
     }
-    type = widen(stored_values, count, rows);
+    type = widen(stored_values, nullptr, count, rows);
     for (int64_t b = 0; b < blocks; b++)
       weigh_exact(rows_of(b), rows, type, count, vectors(), scores_of(b), v.row_floats(),
                   sums_of(b));
@@ -322,19 +328,19 @@ struct Attention : AttentionState {
     const kvq::Windows& windows = *span.windows;
     const int64_t bytes = channels * (windows.type == kvq::kFloat32 ? 4 : 2);
     const void *stored_keys[kTile], *stored_values[kTile];
-    const uint8_t* seen = windows.seen;
-    int64_t count = 0;
+    int64_t slots[kTile], slot = 0, count = 0;
     for (int window = 0; window < 2; window++) {
-      for (int64_t t = 0; t < windows.tokens[window]; t++) {
-        if (!*seen++) continue;  // tokens that are not seen may hold anything
+      for (int64_t t = 0; t < windows.tokens[window]; t++, slot++) {
+        if (!windows.seen[slot]) continue;  // tokens that are not seen may hold anything
         stored_keys[count] = static_cast<const char*>(windows.keys[window]) + t * bytes;
         stored_values[count] = static_cast<const char*>(windows.values[window]) + t * bytes;
+        slots[count] = slot;
         if (++count < kTile) continue;
-        add_exact(stored_keys, stored_values, count);
+        add_exact(stored_keys, stored_values, slots, count);
         count = 0;
       }
     }
-    if (count) add_exact(stored_keys, stored_values, count);
+    if (count) add_exact(stored_keys, stored_values, slots, count);
   }
 
   void run_body() {

@@ -150,8 +150,9 @@ struct Windows {
   const void* keys[2];    // [tokens, H]
   const void* values[2];  // [tokens, H]
   int64_t tokens[2];
-  int64_t type;         // Stored
-  const uint8_t* seen;  // [both windows' tokens]: nonzero if the rows see the token
+  int64_t type;           // Stored
+  const uint8_t* seen;    // [both windows' tokens]: nonzero if the rows see the token
+  const float* turns[2];  // [both windows' tokens, H / 2]: cosines and sines, for keys before RoPE
 };
 
 // Attention of the query rows of one KV head over the body tokens first .. last - 1, or over the
@@ -209,11 +210,12 @@ KVQ_INLINE int64_t transposed_floats(const Body& body) {
 constexpr int64_t kLongest = 16;  // lanes of the longest vector
 
 // Vectors of kDecoded tokens, and their cosines and sines, in the order of storage, and a few more
-// rows (runs.h).
+// rows; or a row of 16-bit pairs for every two stored channels (runs.h).
 KVQ_INLINE int64_t run_floats(const Body& body) {
-  return body.form == kRuns
-             ? ((body.rotated ? 3 : 1) * kDecoded + 3) * (body.row_floats() + kLongest)
-             : 0;
+  if (body.form != kRuns) return 0;
+  const int64_t rows = (body.rotated ? 3 : 1) * kDecoded + 3,
+                pairs = body.synthesis ? (body.stored_channels() + 1) / 2 : 0;
+  return (rows + pairs) * (body.row_floats() + kLongest);
 }
 
 // Transposed words of the runs of a tile, at most 32 lanes for each group of kDecoded tokens, and

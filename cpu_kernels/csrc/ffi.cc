@@ -19,7 +19,8 @@
 //                 many as S holds), and of the position of every (kNear * kDecoded)-th token
 //               and, if there are windows, their queries q f32 [B, K, R, H], which tokens they see
 //               pred [B, E0 + E1], and the keys [B, K, E0, H], [B, K, E1, H] and values of both in
-//               f32, f16 or bf16
+//               f32, f16 or bf16; for keys before RoPE also the cosines and the sines of these
+//               tokens f32 [B, E0 + E1, H / 2]
 //               and, if `bounded`, the first token that each query sees s32 [B, T]
 //               and, if the body is a ring, its tokens written so far s32 [B] and, for keys before
 //               RoPE, the queries of its last whole round f32 [B, K, R, H]
@@ -240,7 +241,7 @@ struct Taker {
 
 // The arrays of the windows, for one query of each head.
 void take_windows(Taker& taker, int64_t batch, int64_t heads, int64_t rows, int64_t queries,
-                  int64_t channels, kvq::ExactSide& windows) {
+                  int64_t channels, bool rotated, kvq::ExactSide& windows) {
   if (queries != 1) taker.wrong = "windows are read with one query of each head";
   const Strided q = taker.take("queries of the windows", ffi::F32, {batch, heads, rows, channels});
   const size_t first = taker.next + 1;
@@ -266,6 +267,10 @@ void take_windows(Taker& taker, int64_t batch, int64_t heads, int64_t rows, int6
   for (Strided* side : {windows.keys, windows.values})
     for (int i = 0; i < 2; i++)
       side[i] = taker.take("rows of a window", type, {batch, heads, windows.tokens[i], channels});
+  const Dimensions turns{batch, windows.tokens[0] + windows.tokens[1], channels / 2};
+  for (int i = 0; i < 2 && rotated; i++)
+    windows.turns[i] = reinterpret_cast<const float*>(
+        taker.take("cosines and sines of the windows", ffi::F32, turns, false).data);
   windows.q = reinterpret_cast<const float*>(q.data);
   windows.seen = reinterpret_cast<const uint8_t*>(seen.data);
 }
@@ -333,7 +338,7 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi
   kvq::Call call{};
   call.keys = taker.side("keys", k, batch, heads, capacity, tables[0]);
   call.values = taker.side("values", v, batch, heads, capacity, tables[1]);
-  if (windows) take_windows(taker, batch, heads, rows, queries, channels, call.windows);
+  if (windows) take_windows(taker, batch, heads, rows, queries, channels, k.rotated, call.windows);
   call.batch = batch, call.heads = heads, call.rows = rows, call.queries = queries,
   call.capacity = capacity, call.scale = scale, call.soft_cap = soft_cap;
   take_limits(taker, bounded, ring, call);

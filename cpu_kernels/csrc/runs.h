@@ -17,6 +17,8 @@ namespace {
 using kvq::kLongest;
 using kvq::kRunWidths;
 
+constexpr int64_t kMostNumber = 255;      // 8 bits, counted from the middle in half steps
+constexpr float kRounding = 12582912.0f;  // 3 * 2^22: added and subtracted, it rounds
 constexpr float kEighths[16] = {1.0f,       1.0905077f, 1.1892071f, 1.2968396f,
                                 1.4142135f, 1.5422108f, 1.6817929f, 1.8340081f};
 
@@ -39,6 +41,7 @@ struct Runs {
   const kvq::RunArrays& arrays;
   int64_t capacity, stride;
   float *vectors, *cosines, *sines, *scale, *mean, *turned;
+  int16_t* matrix;
 
   Runs(const Body& described, const kvq::RunArrays& stored, int64_t tokens, float* scratch)
       : body(described), arrays(stored), capacity(tokens),
@@ -49,6 +52,7 @@ struct Runs {
     scale = sines + kDecoded * stride;
     mean = scale + stride;
     turned = mean + stride;
+    matrix = reinterpret_cast<int16_t*>(turned + stride);
   }
 
   // Nothing outside a row is written, whatever a calibration says.
@@ -63,17 +67,14 @@ struct Runs {
     for (int64_t i = 0; i < kDecoded * stride; i++) vectors[i] = 0;
   }
 
-  // u of kDecoded tokens, if a matrix makes the keys of them: such keys have no tables.
-  float* channels_of_keys() const { return cosines; }
-
   // Put RoPE's tables, scales and means of keys into the order of storage. Channels that are not
   // stored are set in `vectors` once.
   void order_keys(const kvq::Turns& turns) const {
     const int64_t half = body.channels / 2, stored = body.stored_channels();
+    clear();
+    if (body.synthesis) return order_matrix();
     for (int64_t i = 0; i < stride; i++) scale[i] = mean[i] = 0;
     for (int64_t i = 0; i < kDecoded * stride; i++) cosines[i] = sines[i] = 0;
-    clear();
-    if (body.synthesis) return;
     for (int64_t c = 0; c < body.channels; c++) {
       const int64_t to = place_of(c);
       if (to < stored) scale[to] = arrays.scale[c];
@@ -123,23 +124,81 @@ struct Runs {
   }
 
  private:
+  // If a matrix makes keys of their channels, there are no tables in their places: numbers of 16
+  // bits for each token, pairs of the matrix's rows side by side, and a multiple for each width.
+  int16_t* numbers_of(int64_t t) const { return reinterpret_cast<int16_t*>(cosines) + t * stride; }
+  int16_t* pair_of(int64_t s) const { return matrix + s / 2 * 2 * stride; }
+  int32_t& multiple_of(int64_t width) const { return reinterpret_cast<int32_t*>(sines)[width - 1]; }
+
+  // Round the matrix to 16 bits, each column by its own scale. Codes are whole numbers, so sums of
+  // products have no other error. Runs whose entries are large for their codes would set the scale
+  // of a column, and get larger numbers in place of larger entries.
+  void order_matrix() const {
+    const int64_t channels = body.channels, stored = body.stored_channels();
+    const float most = minimum(int64_t(32767), INT32_MAX / (kMostNumber * maximum(stored, 1)));
+    float peaks[kRunWidths] = {}, unit = 0;
+    for (int64_t c = 0; c < stride; c++) scale[c] = mean[c] = 0;
+    for (int64_t c = 0; c < channels; c++) mean[c] = arrays.mean[c];
+    for_rows_of_matrix([&](int64_t, int64_t width, const float* row) {
+      float& peak = peaks[width - 1];
+      for (int64_t c = 0; c < channels; c++) {
+        const float size = (row[c] < 0 ? -row[c] : row[c]) * arrays.steps[width - 1];
+        peak = peak < size ? size : peak;
+        mean[c] += row[c] * 0;  // NaN if an entry is no number, which integers cannot say
+      }
+      const float least = peak * float((1 << width) - 1) / kMostNumber;
+      unit = unit < least ? least : unit;
+    });
+    for (int64_t width = 1; width <= kRunWidths; width++) {
+      int32_t& multiple = multiple_of(width) = 1;
+      const int64_t limit = kMostNumber / ((1 << width) - 1);
+      while (multiple < limit && float(multiple) * unit < peaks[width - 1]) multiple++;
+    }
+    for_rows_of_matrix([&](int64_t, int64_t width, const float* row) {
+      const float factor = factor_of(width);
+      for (int64_t c = 0; c < channels; c++) {
+        const float size = (row[c] < 0 ? -row[c] : row[c]) * factor / most;
+        scale[c] = scale[c] < size ? size : scale[c];
+      }
+    });
+    for (int64_t i = 0; i < (stored + 1) / 2 * 2 * stride; i++) matrix[i] = 0;
+    for (int64_t c = 0; c < channels; c++) turned[c] = scale[c] > 0 ? 1 / scale[c] : 0;
+    for_rows_of_matrix([&](int64_t s, int64_t width, const float* row) {
+      const float factor = factor_of(width);
+      int16_t* const entries = pair_of(s) + s % 2;
+      for (int64_t c = 0; c < channels; c++)
+        entries[2 * c] = int16_t(int32_t((row[c] * factor * turned[c] + kRounding) - kRounding));
+    });
+  }
+
+  // Return what a number of a run is worth: numbers are odd multiples of half a step.
+  float factor_of(int64_t width) const {
+    return arrays.steps[width - 1] / float(2 * multiple_of(width));
+  }
+
+  // Call function(s, width, row s of the matrix) for the stored channels.
+  template <class Function>
+  void for_rows_of_matrix(Function function) const {
+    int64_t s = 0;
+    for (int64_t width = kRunWidths; width > 0; width--)
+      for (int64_t i = 0; i < body.run_channels[width - 1]; i++, s++)
+        function(s, width, arrays.synthesis + s * body.channels);
+  }
+
   void synthesize_keys(int64_t first, int64_t count, const kvq::Turns& turns) const {
-    float* const u = channels_of_keys();
-    read(first, count, [&](int64_t t, int64_t c, Floats x) { store(u + t * stride + c, x); });
+    float factors[kDecoded];
+    powers_of_two(arrays.exponent + first, count, factors);
+    read_codes(first, count, [&](int64_t t, int64_t c, int64_t width, Uints code) {
+      const int32_t multiple = multiple_of(width);
+      store_words(numbers_of(t) + c, (Ints)code * (2 * multiple) + multiple * (1 - (1 << width)));
+    });
     const int64_t channels = body.channels, half = channels / 2;
     constexpr int kTokens = kLanes == 16 ? 8 : 4, kWide = 2;
-    for (int64_t t = 0; t < count; t += kTokens) {
-      int64_t c = 0;
-      for (; c + kWide * kLanes <= channels; c += kWide * kLanes) mix<kTokens, kWide>(u, t, c);
-      for (; c + kLanes <= channels; c += kLanes) mix<kTokens, 1>(u, t, c);
-      for (; c < channels; c++)
-        for (int64_t i = t; i < t + kTokens; i++) {
-          float sum = arrays.mean[c];
-          for (int64_t s = 0; s < body.stored_channels(); s++)
-            sum += u[i * stride + s] * arrays.synthesis[s * channels + c];
-          vectors[i * stride + c] = sum;
-        }
-    }
+    int64_t c = 0;
+    for (; c + kLanes < channels; c += kWide * kLanes)
+      for (int64_t t = 0; t < count; t += kTokens) mix<kTokens, kWide>(factors, t, c);
+    for (; c < channels; c += kLanes)
+      for (int64_t t = 0; t < count; t += kTokens) mix<kTokens, 1>(factors, t, c);
     for (int64_t t = 0; t < count; t++) {
       float* const vector = vectors + t * stride;
       turn<false>(vector, turns.steps + t * half, turns.steps + (kDecoded + t) * half, half,
@@ -149,19 +208,20 @@ struct Runs {
 
   // Put u synthesis + mean of T tokens from token t of `vectors` on, in V vectors from channel c on.
   template <int T, int V>
-  KVQ_INLINE void mix(const float* u, int64_t t, int64_t c) const {
-    const int64_t stored = body.stored_channels();
-    const float *row = u + t * stride, *column = arrays.synthesis + c;
-    Floats sums[T][V];
-    for (int i = 0; i < T; i++)
-      for (int v = 0; v < V; v++) sums[i][v] = load(arrays.mean + c + v * kLanes);
-    for (int64_t s = 0; s < stored; s++, column += body.channels)
+  KVQ_INLINE void mix(const float* factors, int64_t t, int64_t c) const {
+    Ints sums[T][V] = {};
+    for (int64_t s = 0; s < body.stored_channels(); s += 2)
       for (int v = 0; v < V; v++) {
-        const Floats entries = load(column + v * kLanes);
-        for (int i = 0; i < T; i++) sums[i][v] += entries * row[i * stride + s];
+        const Ints entries = load_ints(pair_of(s) + 2 * (c + v * kLanes));
+        for (int i = 0; i < T; i++)
+          sums[i][v] = add_pairs(sums[i][v], entries, numbers_of(t + i) + s);
       }
     for (int i = 0; i < T; i++)
-      for (int v = 0; v < V; v++) store(vectors + (t + i) * stride + c + v * kLanes, sums[i][v]);
+      for (int v = 0; v < V; v++) {
+        const int64_t at = c + v * kLanes;
+        store(vectors + (t + i) * stride + at,
+              to_float((Uints)sums[i][v]) * (load(scale + at) * factors[t + i]) + load(mean + at));
+      }
   }
 
   void put_key(int64_t t, int64_t c, Floats u) const {
@@ -171,19 +231,26 @@ struct Runs {
   }
 
   // Call put(token of `count`, channel, u of kLanes channels from it on) for all runs, one after
-  // another. Numbers behind the last channel of a run are finite, and the next run's call replaces
-  // them.
+  // another.
   template <class Put>
   void read(int64_t first, int64_t count, Put put) const {
     float factors[kDecoded];
     powers_of_two(arrays.exponent + first, count, factors);
+    read_codes(first, count, [&](int64_t t, int64_t c, int64_t width, Uints code) {
+      const float offset = 0.5f - float(1 << (width - 1));
+      put(t, c, (to_float(code) + offset) * (factors[t] * arrays.steps[width - 1]));
+    });
+  }
+
+  // Call put(token of `count`, channel, width, codes of kLanes channels from it on) likewise. Codes
+  // behind the last channel of a run are arbitrary, and the next run's call replaces them.
+  template <class Put>
+  void read_codes(int64_t first, int64_t count, Put put) const {
     int64_t start = 0;
     for (int64_t width = kRunWidths; width > 0; width--) {
       const int64_t channels = body.run_channels[width - 1];
       if (!channels) continue;
-      const auto from = [&](int64_t t, int64_t c, Floats u) {
-        put(t, start + c, u * (factors[t] * arrays.steps[width - 1]));
-      };
+      const auto from = [&](int64_t t, int64_t c, Uints code) { put(t, start + c, width, code); };
       switch (__builtin_popcountll(width)) {
         case 1:
           read_run<1>(width, first, count, from);
@@ -222,7 +289,6 @@ struct Runs {
                  shift_by(int32_t(low))};
       low += bits;
     }
-    const float offset = 0.5f - float(1 << (width - 1));
     for (int64_t at = 0; at < count; at += body.span) {
       for (int64_t slot = 0; slot < slots; slot++)
         for (int64_t row = 0; row < rows; row++) {
@@ -243,7 +309,7 @@ struct Runs {
                       : load_some_words(channel_words, minimum(kLanes, channels - c));
               code |= ((word >> shifts[s]) & sets[s].mask) << sets[s].low;
             }
-            put(at + slot * rows + row, c, to_float(code) + offset);
+            put(at + slot * rows + row, c, code);
           }
         }
     }

@@ -133,7 +133,10 @@ class Job {
       windows.keys[i] = all.keys[i].at(b, h, 1), windows.values[i] = all.values[i].at(b, h, 1);
       windows.tokens[i] = all.tokens[i];
     }
-    windows.type = all.type, windows.seen = all.seen + b * (all.tokens[0] + all.tokens[1]);
+    const int64_t first = b * (all.tokens[0] + all.tokens[1]);
+    windows.type = all.type, windows.seen = all.seen + first;
+    for (int i = 0; i < 2 && call_.keys.body.rotated; i++)
+      windows.turns[i] = all.turns[i] + first * call_.keys.body.head_dim() / 2;
     return windows;
   }
 

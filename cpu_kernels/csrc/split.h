@@ -64,6 +64,7 @@ struct ExactSide {
   int64_t tokens[2] = {0, 0};
   int64_t type = kFloat32;
   const uint8_t* seen = nullptr;  // [B, both windows' tokens]
+  const float* turns[2] = {};     // [B, both windows' tokens, H / 2]
 };
 
 // A body whose newer tokens take the places of older ones: token t lies at place t % tokens.

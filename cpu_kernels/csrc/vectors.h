@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__AVX2__) || defined(__AVX512F__)
+#if defined(__SSE2__)
 #include <immintrin.h>
 #endif
 
@@ -52,6 +52,35 @@ inline Uints load_words(const uint16_t* p) {
   Halves x;
   std::memcpy(&x, p, sizeof x);
   return __builtin_convertvector(x, Uints);
+#endif
+}
+
+// 32-bit numbers that lie at any 16-bit word.
+inline Ints load_ints(const int16_t* p) {
+  Ints x;
+  std::memcpy(&x, p, sizeof x);
+  return x;
+}
+
+// The low halves of 32-bit numbers.
+inline void store_words(int16_t* p, Ints x) {
+  typedef int16_t Halves __attribute__((vector_size(2 * kLanes)));
+  const Halves words = __builtin_convertvector(x, Halves);
+  std::memcpy(p, &words, sizeof words);
+}
+
+// sum + a_0 b_0 + a_1 b_1 in each lane, with a_i the signed halves of `a`, and two words from b on.
+inline Ints add_pairs(Ints sum, Ints a, const int16_t* b) {
+  int32_t both;
+  std::memcpy(&both, b, sizeof both);
+#if defined(__AVX512F__)
+  return sum + (Ints)_mm512_madd_epi16((__m512i)a, _mm512_set1_epi32(both));
+#elif defined(__AVX2__)
+  return sum + (Ints)_mm256_madd_epi16((__m256i)a, _mm256_set1_epi32(both));
+#elif defined(__SSE2__)
+  return sum + (Ints)_mm_madd_epi16((__m128i)a, _mm_set1_epi32(both));
+#else
+  return sum + (a << 16 >> 16) * b[0] + (a >> 16) * b[1];
 #endif
 }
 

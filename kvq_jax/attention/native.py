@@ -28,6 +28,9 @@ from kvq_jax.types.array_types import LayerInputs, LengthsB, PositionsBT, QueryB
 from kvq_jax.types.rope import Rope, cosines_and_sines
 from pallas_kernels.decode_attention.partial_attention import PartialAttention
 
+# Of sink and ring.
+WindowRows = tuple[Float[Array, "B K E0 H"], Float[Array, "B K E1 H"]]
+
 
 def attend(
     plan: LayerPlan,
@@ -50,8 +53,7 @@ def attend(
     positions, real = _slots(plan, inputs)
     inside = inside_window(plan.attention, inputs.positions, positions)
     seen = real & inside & streaming.outside_body(plan.regions, positions, limits)
-    vectors = _window_vectors(plan, params, after, positions, inputs.rope)
-    windows = ExactRows(rows, seen, *vectors)
+    windows = ExactRows(rows, seen, *_window_rows(plan, params, after, positions, inputs.rope))
     view = BodyView(plan, params, after.stats, body, inputs.rope)
     read = functools.partial(
         _read, view, streaming.written_tokens(inputs, limits), rows, inputs.positions
@@ -72,22 +74,28 @@ def _reads_windows(plan: LayerPlan, state: LayerState, inputs: LayerInputs) -> b
     return not plan.joint and state.ring[0].dtype.name in WINDOW_DTYPES
 
 
-def _window_vectors(
+def _window_rows(
     plan: LayerPlan,
     params: Tree,
     state: LayerState,
     positions: Int[Array, "B E"],
     rope: Rope | None,
-) -> list[tuple[Float[Array, "B K E0 H"], Float[Array, "B K E1 H"]]]:
-    """Return the keys after RoPE, and the values, of (sink, ring). positions: of their slots."""
+) -> tuple[WindowRows, WindowRows, tuple[Array, ...]]:
+    """Return the keys and the values of (sink, ring), and the cosines and sines by which the kernel
+    rotates the keys, if it rotates those of the body. positions: of the slots."""
     of_sink, of_ring = jnp.split(positions, [plan.regions.sink_slots], axis=1)
-    return [
+    rotated = plan.k.facts.form == "before_rope"
+    keys, values = (
         (
             codec.vectors(params[side], state.sink[side], of_sink, rope),
             codec.vectors(params[side], state.ring[side], of_ring, rope),
         )
+        if side or not rotated
+        else (state.sink[side], state.ring[side])
         for side, codec in enumerate(plan.codecs)
-    ]
+    )
+    turns = cosines_and_sines(positions, required_rope(rope)) if rotated else ()
+    return keys, values, turns
 
 
 def _slots(plan: LayerPlan, inputs: LayerInputs) -> tuple[Int[Array, "B E"], Bool[Array, "B E"]]:

@@ -251,6 +251,7 @@ static int check(const Body& k, const Body& v, int64_t capacity, int64_t rows, i
   std::vector<float> exact_q(q.rbegin(), q.rend());
   std::vector<uint16_t> exact[4];
   std::vector<uint8_t> seen;
+  std::vector<float> turns[2];
   const int64_t tokens[2] = {queries == 1 ? 5 : 0, 131};
   if (queries == 1) {  // bfloat16 windows in which every third token is not seen
     for (int i = 0; i < 4; i++) {
@@ -262,6 +263,10 @@ static int check(const Body& k, const Body& v, int64_t capacity, int64_t rows, i
     }
     for (int64_t i = 0; i < batch * (tokens[0] + tokens[1]); i++) seen.push_back(i % 3 != 0);
     seen.shrink_to_fit();
+    for (int i = 0; i < 2 && k.rotated; i++) {
+      turns[i] = random_floats(batch * (tokens[0] + tokens[1]) * k.head_dim() / 2);
+      call.windows.turns[i] = turns[i].data();
+    }
     call.windows.q = exact_q.data(), call.windows.type = kBfloat16, call.windows.seen = seen.data();
   }
   call.batch = batch, call.heads = heads, call.rows = rows, call.queries = queries,

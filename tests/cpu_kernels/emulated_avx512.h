@@ -98,6 +98,13 @@ static __m512i add_products(__m512i sums, __m512i a, __m512i b) {
   });
 }
 
+static __m512i products_of_pairs(__m512i a, __m512i b) {
+  typedef Lanes<int16_t>::Vector SignedHalves;
+  const SignedHalves x = (SignedHalves)a, y = (SignedHalves)b;
+  return lanes<Ints, __m512i>(
+      [&](unsigned i) { return x[2 * i] * y[2 * i] + x[2 * i + 1] * y[2 * i + 1]; });
+}
+
 static __m256d half_of(__m512d a, int half) {
   return half ? __m256d{a[4], a[5], a[6], a[7]} : __m256d{a[0], a[1], a[2], a[3]};
 }
@@ -148,6 +155,7 @@ static int32_t sum_of(__m512i a) {
 #define _mm512_loadu_ps emulated::at<__m512>
 #define _mm512_loadu_si512 emulated::at<__m512i>
 #define _mm512_maskz_loadu_epi32 emulated::load_some
+#define _mm512_madd_epi16 emulated::products_of_pairs
 #define _mm512_max_ps emulated::larger
 #define _mm512_permute_ps emulated::permuted
 #define _mm512_permutexvar_ps emulated::looked_up

@@ -42,6 +42,12 @@ class BodyCase:
     run_channels: tuple[int, ...] = (0,) * RUN_WIDTHS
 
     @property
+    def error(self) -> float:
+        """The relative error that a kernel may have, against float64. Keys that a matrix makes of
+        their channels have that of a matrix of 16 bits."""
+        return 5e-5 if self.synthesis else 1e-5
+
+    @property
     def body(self) -> Body:
         if self.form == "rows":
             return Body(

@@ -78,17 +78,17 @@ def test_every_layout_is_read_from_a_ring(case: str):
     seen = seen_tokens(block, capacity, queries)
     m, out = attend(case, (q, keys, values), q_before, seen, capacity)
     want_m, want = definition(q, q_before, k_hat, v_hat, seen)
-    np.testing.assert_allclose(m, want_m, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(m, want_m, rtol=k.error, atol=k.error)
     worst = row_errors(out, want).max()
-    assert worst < 1e-5, f"worst relative error {worst:.1e}"
+    assert worst < k.error, f"worst relative error {worst:.1e}"
     for name, other in {
         "one token too few": seen._replace(lower=seen.lower + 1),
         "a ring of one block less": seen._replace(written=seen.written + block),
     }.items():
         wrong = definition(q, q_before, k_hat, v_hat, other)[1]
-        assert row_errors(out, wrong)[1].min() > 1e-4, f"{name} passes"
+        assert row_errors(out, wrong)[1].min() > 10 * k.error, f"{name} passes"
     uncapped = definition(q, q_before, k_hat, v_hat, seen, 1e6)[1]
-    assert row_errors(out, uncapped)[1].max() > 1e-4, "no cap passes"
+    assert row_errors(out, uncapped)[1].max() > 10 * k.error, "no cap passes"
 
 
 @pytest.mark.parametrize("case", ["2 bits, 64", "dense fp32", "dense, head dim 80", "outliers"])
