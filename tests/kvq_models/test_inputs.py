@@ -4,7 +4,9 @@ type."""
 import functools
 import json
 import os
+import re
 import shutil
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +17,12 @@ import kvq_jax as kvq
 from kvq_jax.cache.size import parameter_bytes
 from kvq_models import (
     EMBEDDED,
+    FlatLlama,
     Llama,
+    Sampling,
     decode_step,
     generate,
+    generate_drafted,
     load_llama,
     prefill,
     prepare,
@@ -73,6 +78,58 @@ def test_bad_tokens_are_refused_in_one_line(tokens, lengths, message):
         assert cache.lengths.tolist() == [0], "the cache's buffers were consumed"
 
 
+def one_layer() -> Any:
+    return kvq.layer_plan("dense", model().config, layer=0, capacity=8).init(1)
+
+
+def generated(cache: Any = None, **options: Any) -> Any:
+    return generate(model(), cache or new_cache(), [[1]], **options)
+
+
+NOT_OF_A_MODEL = [
+    (
+        lambda: decode_step(model(), new_cache(2), jnp.int32(3)),
+        r"token must be [batch] or [batch, T] with batch 2, got shape ()",
+    ),
+    (lambda: decode_step(model(), new_cache(2), [1, 2, 3]), "with batch 2, got shape (3,)"),
+    (lambda: decode_step(model(), new_cache(), jnp.zeros((1, 0), int)), "got shape (1, 0)"),
+    (lambda: decode_step(new_cache(), model(), [1]), "a Llama of load_llama, got Cache"),
+    (lambda: prefill(model(), one_layer(), [[1]]), "of kvq.init_cache, got LayerCache; the cache"),
+    (lambda: score(model(), one_layer(), [[1]]), "of kvq.init_cache, got LayerCache; the cache"),
+    (lambda: generated(one_layer()), "of kvq.init_cache, got LayerCache; the cache"),
+    (
+        lambda: generate_drafted(model(), one_layer(), [[1]], drafts=2),
+        "of kvq.init_cache, got LayerCache; the cache",
+    ),
+    (lambda: prefill(FlatLlama(model()), new_cache(), [[1]]), "a Llama of load_llama, got Flat"),
+    (lambda: generated(max_new_tokens=0), "max_new_tokens=0 must be an integer of at least 1"),
+    (lambda: generated(key=3), "key must be one key, such as jax.random.key(0), got int"),
+    (
+        lambda: generated(key=jax.random.split(jax.random.key(0))),
+        "key must be one key, such as jax.random.key(0), got an array [2]",
+    ),
+    (lambda: generated(sampling={}), "sampling must be a kvq_models.Sampling, got dict"),
+    (lambda: generated(sampling=Sampling("1")), "temperature='1' must be a number"),
+    (lambda: generated(sampling=Sampling(1, top_k=1.5)), "top_k=1.5 must be an integer"),
+    (lambda: generated(sampling=Sampling(1, top_p=None)), "top_p=None must be a number"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), NOT_OF_A_MODEL)
+def test_a_call_with_something_else_is_refused_in_one_line(call, message):
+    with pytest.raises(ValueError, match=re.escape(message)) as refused:
+        call()
+    assert "\n" not in str(refused.value)
+
+
+def test_counts_may_be_integers_of_numpy():
+    tokens = generate(model(), new_cache(), [[1, 2]], max_new_tokens=3).tokens
+    three, two = np.int64(3), np.int64(2)
+    assert (generate(model(), new_cache(), [[1, 2]], max_new_tokens=three).tokens == tokens).all()
+    drafted = generate_drafted(model(), new_cache(), [[1, 2]], drafts=two, max_new_tokens=three)
+    assert (drafted.tokens == tokens).all()
+
+
 def test_a_caller_may_change_its_arrays_once_a_call_has_returned():
     """The programs run on after that. JAX takes over memory that is aligned to 64 bytes, so these
     arrays are."""
@@ -93,7 +150,7 @@ def test_the_lengths_of_a_step_are_checked():
 
 
 def test_a_number_of_new_tokens_is_an_integer():
-    with pytest.raises(ValueError, match="max_new_tokens must be integers"):
+    with pytest.raises(ValueError, match=r"max_new_tokens=2\.5 must be an integer of at least 1"):
         generate(model(), new_cache(), [[1]], max_new_tokens=2.5)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Int
 
-from kvq_jax.cache.cache import Cache, CacheDims, check_held, dims_of
+from kvq_jax.cache.cache import Cache, CacheDims, check_cache, dims_of
 from kvq_jax.types.array_types import Integers
 from kvq_jax.types.integers import check_between, int32
 from kvq_models.inference.method_parameters import parameters_for
@@ -29,15 +29,14 @@ def checked_tokens(
     Raises ValueError, in one line, if they are not integers, do not fit the cache, the vocabulary
     or the capacity, the cache was consumed, or the model was prepared for another cache.
     """
+    check_dims(llama, cache)
     tokens = int32("tokens", tokens)
     if tokens.ndim != 2 or tokens.shape[0] != cache.batch or tokens.shape[1] < 1:
         raise ValueError(
             f"tokens must be [batch, length] with batch {cache.batch} and at least one token, got"
             f" shape {tokens.shape}"
         )
-    check_dims(llama, cache)
     check_mesh(llama, cache)
-    check_held(cache)
     parameters_for(llama, cache.spec)
     if lengths is None:
         lengths = np.full(tokens.shape[:1], tokens.shape[1], np.int32)
@@ -73,8 +72,11 @@ def checked_tokens(
 
 
 def check_dims(llama: Llama, cache: Cache) -> None:
-    """Raise ValueError, in one line, if the cache was made for other dimensions. Only static values
-    are compared."""
+    """Raise ValueError, in one line, if these are no model and no cache of `init_cache`, the cache
+    was consumed or was made for other dimensions. Only static values are compared."""
+    if not isinstance(llama, Llama):
+        raise ValueError(f"this call takes a Llama of load_llama, got {type(llama).__name__}")
+    check_cache(cache)
     if different := other_dims(cache.dims, dims_of(llama.config)):
         raise ValueError(f"the cache was made for another model: it has {different}")
 

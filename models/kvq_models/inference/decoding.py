@@ -98,13 +98,17 @@ def decode_step(
 
     Logits are fp32, [B, V] or [B, T, V]. Tokens past the capacity are not written and get nan.
 
-    Raises ValueError, with the reason, if a named implementation cannot run, and for a cache of
-    another model.
+    Raises ValueError, with the reason, if a named implementation cannot run, for tokens of another
+    shape, and for a cache of another model or of one layer.
     """
     model = llama.llama() if isinstance(llama, FlatLlama) else llama
     check_dims(model, cache)
     parameters = parameters_for(model, cache.spec)
     token = jnp.asarray(int32("token", token))
+    if token.ndim not in (1, 2) or token.shape[0] != cache.batch or not token.size:
+        raise ValueError(
+            f"token must be [batch] or [batch, T] with batch {cache.batch}, got shape {token.shape}"
+        )
     with crossing(cache.placement) as mesh:
         model, cache, token, active = mesh.taken((model, cache, token, active))
         tokens = token if token.ndim == 2 else token[:, None]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +17,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvq_jax.attention.dispatch import Implementation
 from kvq_jax.cache import display
-from kvq_jax.cache.cache import Cache
+from kvq_jax.cache.cache import Cache, check_cache
 from kvq_jax.placement.crossing import crossing
 from kvq_jax.types.array_types import Integers
-from kvq_jax.types.integers import int32
+from kvq_jax.types.integers import positive
 from kvq_jax.types.pytree import pytree
 from kvq_models.inference.checked_input import checked_tokens
 from kvq_models.inference.decoding import decode_step, implementations
@@ -92,9 +93,21 @@ def generation_settings(
     key: Array | None = None,
     implementation: Implementation = None,
 ) -> GenerationSettings:
-    """Return settings, with key(0) by default."""
+    """Return settings, with key(0) by default. Raise ValueError, in one line, for a number of
+    tokens below 1, and for sampling or a key of another type."""
+    if not isinstance(sampling, Sampling):
+        raise ValueError(f"sampling must be a kvq_models.Sampling, got {type(sampling).__name__}")
     key = jax.random.key(0) if key is None else key
-    return GenerationSettings(max_new_tokens, key, sampling, tuple(eos_ids), implementation)
+    # old keys are two or four words
+    typed = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    if np.ndim(key) != (0 if typed else 1):
+        raise ValueError(f"key must be one key, such as jax.random.key(0), got {_shown(key)}")
+    most = positive("max_new_tokens", max_new_tokens)
+    return GenerationSettings(most, key, sampling, tuple(eos_ids), implementation)
+
+
+def _shown(key: Any) -> str:
+    return f"an array {list(key.shape)}" if np.ndim(key) else type(key).__name__
 
 
 @pytree
@@ -140,12 +153,13 @@ def generate(
         implementation: see `decode_step`.
 
     Raises ValueError, before any work, if prompt and new tokens exceed the capacity, a prompt is
-    empty, a token is not in the vocabulary, or a named implementation cannot run.
+    empty, a token is not in the vocabulary, the cache is none of `init_cache`, or a named
+    implementation cannot run.
     """
     settings = generation_settings(max_new_tokens, sampling, eos_ids, key, implementation)
     state = start(llama, cache, tokens, lengths, settings)
-    state = advance(FlatLlama(llama), state, settings, jnp.int32(max_new_tokens))
-    return generated(state, max_new_tokens)
+    state = advance(FlatLlama(llama), state, settings, jnp.int32(settings.max_new_tokens))
+    return generated(state, settings.max_new_tokens)
 
 
 def generate_stream(
@@ -203,8 +217,7 @@ def start(
     `generate` does."""
     max_new_tokens, implementation = settings.max_new_tokens, settings.implementation
     settings.sampling.check()
-    if int32("max_new_tokens", max_new_tokens).ndim or max_new_tokens < 1:
-        raise ValueError(f"{max_new_tokens=} must be at least 1")
+    check_cache(cache)
     implementations(cache, implementation)
     tokens, lengths = checked_tokens(llama, cache, tokens, lengths, new_tokens=max_new_tokens)
     if not isinstance(lengths, Tracer) and np.asarray(lengths).min() < 1:

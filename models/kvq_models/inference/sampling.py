@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 import reprlib
 
 import jax
@@ -13,6 +14,10 @@ from jaxtyping import Array, Float, Int, Key, UInt32
 SIGN = np.uint32(1 << 31)  # the bit of the sign of a float32
 LEAST_TEMPERATURE = 1e-30  # of a division; by less, logits are no float32
 MOST_TEMPERATURE = 3.4e38  # of float32; JSON has integers that no float holds
+
+
+# what makes a Python number of each choice, or fails
+_PLAIN = {"temperature": float, "top_k": operator.index, "top_p": float, "min_p": float}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +37,19 @@ class Sampling:
     min_p: float = 0.0
 
     def check(self) -> None:
-        """Raise ValueError, in one line, if a value is out of range."""
+        """Raise ValueError, in one line, if a value is out of range or no number."""
+        for name, plain in _PLAIN.items():
+            value = getattr(self, name)
+            try:
+                # float reads texts, and a bool is an index
+                number = None if isinstance(value, bool | str) else plain(value)
+            except OverflowError:  # a larger integer than floats hold, which is out of range
+                number = value
+            except (TypeError, ValueError):
+                number = None
+            if number is None:
+                kind = "an integer" if plain is operator.index else "a number"
+                raise ValueError(f"{name}={reprlib.repr(value)} must be {kind}")
         if not 0 <= self.temperature <= MOST_TEMPERATURE:
             raise ValueError(
                 f"temperature={reprlib.repr(self.temperature)} must be at least 0 (0 is greedy) and"

@@ -22,10 +22,11 @@ from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from kvq_jax.attention.dispatch import Implementation
-from kvq_jax.cache.cache import Cache
+from kvq_jax.cache.cache import Cache, check_cache
 from kvq_jax.cache.row_operations import trim
 from kvq_jax.cache.step import begin
 from kvq_jax.types.array_types import Integers, LengthsB
+from kvq_jax.types.integers import positive
 from kvq_jax.types.pytree import pytree
 from kvq_models.inference.checked_input import checked_tokens
 from kvq_models.inference.generation import (
@@ -83,8 +84,9 @@ def generate_drafted(
     Rows advance independently. Raises as `generate` does, and ValueError if `drafts` is less than 1
     or the cache is on a mesh.
     """
-    check(cache, drafts)
+    drafts = check(cache, drafts)
     settings = generation_settings(max_new_tokens, eos_ids=eos_ids, implementation=implementation)
+    max_new_tokens = settings.max_new_tokens
     tokens, lengths = checked_tokens(llama, cache, tokens, lengths, new_tokens=max_new_tokens)
     state = start(llama, cache, tokens, lengths, settings)
     history = begun_history(tokens, lengths, max_new_tokens)
@@ -93,15 +95,17 @@ def generate_drafted(
     return generated(state, max_new_tokens)
 
 
-def check(cache: Cache, drafts: int) -> None:
-    """Raise ValueError, in one line, if nothing can be drafted."""
-    if drafts < 1:
-        raise ValueError(f"{drafts=} must be at least 1")
+def check(cache: Cache, drafts: int) -> int:
+    """Return the number of drafts as an int. Raise ValueError, in one line, if nothing can be
+    drafted."""
+    check_cache(cache)
+    drafts = positive("drafts", drafts)
     if cache.placement is not None:
         raise ValueError(
             "tokens are drafted for caches on one device, and this one lies on a mesh"
             f" ({cache.placement})"
         )
+    return drafts
 
 
 def begun_history(tokens: Int[Array, "B T"], lengths: LengthsB, max_new_tokens: int) -> History:
