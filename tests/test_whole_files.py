@@ -69,6 +69,25 @@ def test_a_pipe_stays_a_pipe(tmp_path: pathlib.Path):
     assert list(tmp_path.iterdir()) == [pipe]
 
 
+def test_an_empty_name_and_the_current_folder_are_refused(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A process whose current folder is replaced stays in the old one, which nobody can reach."""
+    (here := tmp_path / "here").mkdir()
+    (here / "notes").write_text("mine")
+    monkeypatch.chdir(here)
+    for name in ("", ".", str(here)):
+        with (
+            pytest.raises(OSError, match=r"The name is empty|current folder, which cannot"),
+            whole.replacing_directory(name),
+        ):
+            pass
+        with pytest.raises(OSError, match=r"The name is empty|Is a directory, not a file"):
+            whole.write(name, "content")
+    assert os.listdir() == ["notes"]
+    assert list(tmp_path.iterdir()) == [here]
+
+
 def test_a_link_to_a_file_stays_a_link(tmp_path: pathlib.Path):
     (tmp_path / "disk").mkdir()
     link, file = tmp_path / "newest", tmp_path / "disk" / "file"

@@ -33,7 +33,10 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     was. Raise OSError if the folder of `path` is missing or cannot be written, or if `path` is a
     device or a pipe: a rename would put a file in its place.
     """
-    if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
+    _check_named(path)
+    if os.path.isdir(path):
+        raise IsADirectoryError(errno.EISDIR, "Is a directory, not a file", str(path))
+    if os.path.exists(path) and not os.path.isfile(path):
         raise OSError(errno.EINVAL, "Is a device or a pipe, not a file", str(path))
     path = Path(os.path.realpath(path))
     with _unfinished(path) as folder:
@@ -59,9 +62,13 @@ def replacing_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
     directories (Linux, on most file systems). Elsewhere there is a moment in which neither is
     there. After a kill in that moment, the next writer in that folder puts the old one back. After
     an error or a kill at any other moment, `path` is as it was. Folders above `path` are made.
-    Raise OSError if that fails.
+    Raise OSError if that fails, and for the current folder: this process and the caller's shell
+    would stay in the old one.
     """
+    _check_named(path)
     path = Path(os.path.realpath(path))  # a link to a directory keeps its name
+    if path.exists() and path.samefile(os.curdir):
+        raise OSError(errno.EBUSY, "Is the current folder, which cannot be replaced", str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     with _unfinished(path) as folder:
         content = folder / CONTENT
@@ -77,6 +84,13 @@ def replacing_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
         else:
             os.rename(content, path)
         _sync(path.parent)
+
+
+def _check_named(path: str | os.PathLike[str]) -> None:
+    """Raise FileNotFoundError for an empty name, which `os` and `pathlib` take for the current
+    folder."""
+    if not os.fspath(path):
+        raise FileNotFoundError(errno.ENOENT, "The name is empty", "")
 
 
 @contextlib.contextmanager

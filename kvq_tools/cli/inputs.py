@@ -4,6 +4,7 @@ before any weight is read."""
 from __future__ import annotations
 
 import argparse
+import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -142,6 +143,8 @@ def output_directory(path: str, option: str = "--out", *, empty: bool = False) -
     out = Path(path)
     if empty and out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise UserError(f"{option} {path!r} exists and is not an empty directory; name a new one")
+    if empty and out.exists() and out.samefile(os.curdir):
+        raise UserError(f"{option} {path!r} is the current directory; name a new one")
     if out.exists() and not out.is_dir():
         raise UserError(f"{option} {path!r} is a file; name a directory")
     above = next(folder for folder in (out.absolute(), *out.absolute().parents) if folder.exists())

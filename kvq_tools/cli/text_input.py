@@ -15,6 +15,8 @@ from kvq_tools.cli.console import UserError, input_errors, note
 
 def read_text(path: str) -> str:
     """Read a UTF-8 text without the byte-order mark that some editors write. It is not empty."""
+    if not path:  # which Path takes for the current directory
+        raise UserError("the name of a file is empty; name a file with a text")
     with input_errors():
         try:
             text = Path(path).read_text(encoding="utf-8-sig")

@@ -124,7 +124,7 @@ def save_llama(llama: Llama, directory: str | os.PathLike[str], tokenizer: Any =
         tokenizer: a transformers tokenizer, or None to write no tokenizer.
 
     The host holds one more copy of the model meanwhile. Raises ValueError if `LlamaConfig.to_hf`
-    does.
+    does, and OSError if the directory cannot be written or is the current one.
     """
     write = (lambda _: None) if tokenizer is None else tokenizer.save_pretrained
     save_checkpoint(llama, directory, write)
@@ -135,7 +135,6 @@ def save_checkpoint(
 ) -> None:
     """Do what `save_llama` does, with a function that writes the tokenizer's files into a
     directory."""
-    directory = Path(directory)
     # the key that old and new versions read
     config = dataclasses.replace(llama.config, brings_kv_scales=False)  # not of the model
     fields = config.to_hf() | {"torch_dtype": llama.embed[...].dtype.name}
@@ -159,8 +158,8 @@ def save_checkpoint(
             text = json.dumps(generation, indent=2) + "\n"
             (unfinished / "generation_config.json").write_text(text)
         write_tokenizer(unfinished)
-        if directory.exists():
-            link_others(directory, unfinished)
+        if (there := Path(directory)).exists():
+            link_others(there, unfinished)
 
 
 def _check_layers(checkpoint: Checkpoint) -> None:

@@ -27,6 +27,11 @@ def open_checkpoint(path_or_hub_id: str | os.PathLike[str], part: Part = "all") 
     Raises, in one line, CheckpointError if there is no checkpoint, and FileNotFoundError for a
     named model that is not on this machine yet.
     """
+    if path_or_hub_id == "":  # which Path takes for the current directory
+        raise CheckpointError(
+            "the name of the model is empty; give a directory, a GGUF file, a Hub id or a name such"
+            " as 'embedded'"
+        )
     path_or_hub_id = located(path_or_hub_id)
     path = Path(path_or_hub_id)
     if path.exists() and not path.is_dir():

@@ -85,6 +85,10 @@ REFUSED = [
     ("serve {model} --prefix-dir ''", "--prefix-dir is empty"),
     ("report {model} --text {text} --cache kivi --out ''", "--out is empty"),
     ("quantize-weights {model} --bits 4 --out ''", "--out is empty"),
+    ("eval {model} --cache kivi --text ''", "the name of a file is empty; name a file"),
+    ("generate {model} --prompt-file ''", "the name of a file is empty; name a file"),
+    ("memory ''", "the name of the model is empty; give a directory"),
+    ("generate '' --prompt a", "the name of the model is empty; give a directory"),
     ("serve {model} --prefix-dir {text}", "is a file; name a directory"),
     ("serve {model} --prefix-dir {tmp} --prefix-disk 0", "leave out --prefix-dir, too"),
     ("serve {model} --prefix-disk 1GiB", "--prefix-disk limits --prefix-dir"),
@@ -224,6 +228,14 @@ def test_a_directory_that_cannot_be_written_is_found_before_any_work(
     words = shlex.split(command.format(model=model, tmp=tmp_path))
     assert_one_line_error(
         run(*words), "f' cannot be written: Permission denied; name another directory"
+    )
+
+
+def test_the_current_folder_is_not_replaced(model, tmp_path: pathlib.Path, run, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert_one_line_error(
+        run("quantize-weights", model, "--bits", "4", "--out", "."),
+        "--out '.' is the current directory; name a new one",
     )
 
 
