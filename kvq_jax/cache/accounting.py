@@ -18,6 +18,7 @@ from kvq_jax.cache.spec import CacheSpec
 from kvq_jax.layer.attention import of_layer
 from kvq_jax.layer.plan import LayerPlan, LayerState
 from kvq_jax.types.array_types import ModelDims
+from kvq_jax.types.integers import integer
 
 
 def nbytes(tree: Any) -> int:
@@ -209,9 +210,15 @@ def quantized_tokens(cache: Cache, tokens: int) -> int:
     Args:
         cache: a cache, or its layout.
         tokens: the number of tokens in a row.
+
+    Raises:
+        ValueError: in one line, if it is no cache, or no number of tokens.
     """
     check_cache(cache)
-    return max((plan.regions.body(tokens) for plan in cache.plans if plan.quantizes), default=0)
+    count = integer(tokens, 0)
+    if count is None:
+        raise ValueError(f"{tokens=} must be an integer of at least 0")
+    return max((plan.regions.body(count) for plan in cache.plans if plan.quantizes), default=0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,6 +32,13 @@ def tokens_of(name: str, array: Rows, layout: Layout) -> int:
     return shape[layout.index("T")]
 
 
+def check_floats(name: str, array: Array) -> None:
+    """Raise ValueError if an array holds no floats: codes are made of them, and attention has the
+    dtype of q."""
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise ValueError(f"{name} must hold floats, such as float32, got {array.dtype}")
+
+
 def turned(
     name: str, array: Array | None, layout: Layout, shift: Int[Array, " B"] | None
 ) -> Array | None:

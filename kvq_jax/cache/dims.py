@@ -14,7 +14,7 @@ from kvq_jax.layer.attention import Attention
 from kvq_jax.layer.known_attention import attention_of
 from kvq_jax.layer.known_heads import head_dim_of, heads_of
 from kvq_jax.types.array_types import ModelDims
-from kvq_jax.types.integers import positive
+from kvq_jax.types.integers import integer, positive
 
 
 class LayerHeads(NamedTuple):
@@ -51,6 +51,11 @@ class CacheDims:
     def __post_init__(self) -> None:
         """Make integers of NumPy Python's, which files keep, and lists tuples, which can be
         hashed."""
+        if isinstance(self.attention, Attention):
+            raise ValueError(
+                "attention must be a kvq.Attention for each layer, got one: give"
+                " (attention,) * num_hidden_layers"
+            )
         plain = {name: _plain(getattr(self, name)) for name in SIZES}
         heads = (LayerHeads(*map(_plain, layer)) for layer in self.layer_heads)
         plain |= {"attention": tuple(self.attention), "layer_heads": tuple(heads)}
@@ -134,8 +139,9 @@ def dims_of(config: ModelDims) -> CacheDims:
 
 def check_layer(layer: int, dims: CacheDims) -> None:
     """Raise ValueError if the model has no layer of this number."""
-    if not 0 <= layer < dims.num_hidden_layers:
-        raise ValueError(f"{layer=}, but the model has layers 0 to {dims.num_hidden_layers - 1}")
+    layers = positive("num_hidden_layers", dims.num_hidden_layers)
+    if integer(layer, 0) is None or layer >= layers:
+        raise ValueError(f"{layer=}, but the model has layers 0 to {layers - 1}")
 
 
 def check_sizes(dims: CacheDims) -> None:

@@ -21,7 +21,7 @@ from kvq_jax.arrays.paged import PagedBody
 from kvq_jax.attention import dispatch
 from kvq_jax.attention.dispatch import XLA, Implementation, Route
 from kvq_jax.cache.cache import CacheDims, check_held
-from kvq_jax.cache.call_layout import Layout
+from kvq_jax.cache.call_layout import Layout, check_floats
 from kvq_jax.cache.layer_cache import LayerCache
 from kvq_jax.cache.parameters import missing_parameters, parameter_axes
 from kvq_jax.cache.spec import parse
@@ -147,8 +147,7 @@ def check_shapes(
                 f"{name} must have shape {list(shape)} in this step of this cache, got"
                 f" {given}{remedy}"
             )
-        if not jnp.issubdtype(array.dtype, jnp.floating):
-            raise ValueError(f"{name} must hold floats, such as float32, got {array.dtype}")
+        check_floats(name, array)
         if axes := jax.typeof(array).manual_axis_type.varying:
             raise NotImplementedError(
                 f"{name} varies over {sorted(axes)} in a shard_map that checks such types: give"
@@ -231,14 +230,16 @@ def run_layer(
     attend: bool = True,
 ) -> tuple[QueryBNTH, LayerState, Tree]:
     """Return (out, state, carry): the attention of new tokens, and the layer's state with them
-    added. Shapes are not checked. Raise ValueError if `prefill` is traced, or the rotation is
-    another than kvq's, such as tables of cosines.
+    added. Shapes are not checked. Raise ValueError if `prefill` is traced or neither True nor
+    False, or the rotation is another than kvq's, such as tables of cosines.
 
     Without `attend`, the attention is unspecified and not computed: a prompt's attention is the
     same in all caches that it goes into.
     """
     if isinstance(prefill, Tracer):
         raise ValueError("prefill is traced: name it in the static_argnames of your jax.jit")
+    if prefill not in (True, False):
+        raise ValueError(f"{prefill=} must be True for a prompt or False for generated tokens")
     if inputs.rope is not None and not isinstance(inputs.rope, Rope):
         raise ValueError(
             "rope must be kvq.types.Rope(inverse_frequencies, attention_factor), got"

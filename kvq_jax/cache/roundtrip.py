@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from kvq_jax.cache.cache import CacheDims
-from kvq_jax.cache.call_layout import Layout, tokens_of
+from kvq_jax.cache.call_layout import Layout, check_floats, tokens_of
 from kvq_jax.cache.spec import CacheSpec, parse
 from kvq_jax.codecs.codec import MissingInputError, TokensAt
 from kvq_jax.layer import cross_layer
@@ -22,6 +22,7 @@ from kvq_jax.layer.plan import LayerPlan, by_side
 from kvq_jax.methods.base import PerLayer
 from kvq_jax.placement.crossing import explicit_axes
 from kvq_jax.types.array_types import LayerInputs, RowsBKTH, Tree
+from kvq_jax.types.integers import integer
 
 
 def roundtrip_layer(
@@ -125,6 +126,8 @@ def roundtrip(
     tokens_of("k", k, layout)
     _check_like_k(k, v, q, layout)
     spec = parse(spec)
+    if layer is not None and integer(layer, 0) is None:
+        raise ValueError(f"{layer=} must be an integer of at least 0")
     if layer is None and _names_layers(spec):
         raise ValueError(f"{str(spec)!r} names layers: give roundtrip the number of one, layer=")
     if layout == "BTNH":
@@ -152,7 +155,11 @@ def _names_layers(spec: CacheSpec) -> bool:
 
 
 def _check_like_k(k: Array, v: Array, q: Array | None, layout: Layout) -> None:
-    """Raise ValueError unless v has the shape of k, and q too or with a multiple of its heads."""
+    """Raise ValueError unless v has the shape of k, and q too or with a multiple of its heads, and
+    all hold floats."""
+    for name, array in (("k", k), ("v", v), ("q", q)):
+        if array is not None:
+            check_floats(name, jnp.asarray(array))
     shape, heads = list(k.shape), layout.index("N")
     if (given := list(np.shape(v))) != shape:
         raise ValueError(f"v must have shape {shape}, as k has, got {given}")

@@ -95,13 +95,21 @@ def verify(cache: Cache, seals: Seals) -> tuple[Damage, ...]:
     Args:
         cache: the same sequences, with as many tokens as then, or more.
         seals: what `seal` returned.
+
+    Raises as `seal`, and ValueError for seals of another cache or of one of its rows.
     """
     now = seal(cache, tuple(seals))
+    if any(_shapes(before) != _shapes(now[layer]) for layer, before in seals.items()):
+        raise ValueError("these seals are of another cache, or of one of its rows: seal it again")
     return tuple(
         damage
         for layer, before in seals.items()
         for damage in changes(cache, layer, before, now[layer])
     )
+
+
+def _shapes(one: Seal) -> list[tuple[int, ...]]:
+    return [array.shape for array in (one.lengths, *one.sums)]
 
 
 def changes(cache: Cache, layer: int, before: Seal, now: Seal) -> list[Damage]:

@@ -46,17 +46,24 @@ def positive(name: str, value: Any) -> int:
     Raise ValueError, in one line that calls it `name`, for anything else. NumPy's integers would
     make traced arrays of sizes that must be static.
     """
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = 0
-    if isinstance(value, bool) or number < 1:
+    number = integer(value, 1)
+    if number is None:
         if isinstance(value, Tracer):
             raise ValueError(f"{name} must be an integer that is known when a program is traced")
         if shape := getattr(value, "shape", ()):
             raise ValueError(f"{name} must be one integer, got an array {list(shape)}")
         raise ValueError(f"{name}={value} must be an integer of at least 1")
     return number
+
+
+def integer(value: Any, least: int) -> int | None:
+    """Return one integer, of whatever type, as an int, and None for anything else or an integer
+    below `least`."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        return None
+    return None if isinstance(value, bool) or number < least else number
 
 
 def check_between(name: str, values: Integers, least: int, most: int) -> None:

@@ -97,6 +97,40 @@ MISTAKES = [
         lambda: kvq.layer_plan(SPEC, DIMS, layer=0, capacity=8, attention="causal"),
         "attention must be a kvq.Attention for each layer, got str",
     ),
+    (lambda: attended(Q, K, K, prefill="no"), "prefill='no' must be True for a prompt or False"),
+    (
+        lambda: plan().attend(plan().init(2), Q, K, K, prefill=None, layout="BNTH"),
+        "prefill=None must be True for a prompt or False",
+    ),
+    (
+        lambda: kvq.layer_plan(SPEC, DIMS, layer="0", capacity=8),
+        "layer='0', but the model has layers 0 to 1",
+    ),
+    (
+        lambda: kvq.layer_plan(SPEC, kvq.CacheDims("2", 4, 2, 32, 64), layer=0, capacity=8),
+        "num_hidden_layers=2 must be an integer of at least 1",
+    ),
+    (lambda: kvq.roundtrip(SPEC, K, K, layer=-1), "layer=-1 must be an integer of at least 0"),
+    (lambda: kvq.roundtrip(SPEC, K, K, layer="0"), "layer='0' must be an integer of at least 0"),
+    (
+        lambda: kvq.roundtrip(SPEC, K.astype(int), K.astype(int)),
+        "k must hold floats, such as float32, got int32",
+    ),
+    (lambda: kvq.roundtrip(SPEC, K, K.astype(complex)), "v must hold floats, such as float32, got"),
+    (
+        lambda: kvq.CacheDims(2, 4, 2, 32, 64, attention=kvq.Attention(window=8)),
+        "attention must be a kvq.Attention for each layer, got one: give (attention,) * num_hidd",
+    ),
+    (lambda: kvq.size.quantized_tokens(cache(), 1.5), "tokens=1.5 must be an integer of at least"),
+    (lambda: kvq.size.quantized_tokens(cache(), -1), "tokens=-1 must be an integer of at least 0"),
+    (
+        lambda: kvq.files.verify(kvq.rows.select(cache(), [0]), kvq.files.seal(cache())),
+        "these seals are of another cache, or of one of its rows",
+    ),
+    (
+        lambda: kvq.files.verify(cache(), kvq.files.seal(cache(), row=0)),
+        "these seals are of another cache, or of one of its rows",
+    ),
     (
         lambda: kvq.parameters.prepare("kvquant", DIMS, 0, calibrated=[1]),
         "calibrated must be what kvq.parameters.calibrate returns for one layer, got list",
@@ -118,6 +152,13 @@ def test_a_mistake_is_one_line_that_says_what_to_pass(call: Any, message: str):
     end = r"(\Z|\n-+\n)"  # JAX adds lines about its own frames to what is raised in a trace
     with pytest.raises(ValueError, match=rf"\A.*{re.escape(message)}.*{end}"):
         call()
+
+
+@pytest.mark.usefixtures("types_unchecked")
+def test_a_count_of_tokens_is_an_int_of_python():
+    for tokens in (np.int64(16), jnp.int32(16)):
+        counted = kvq.size.quantized_tokens(cache(), tokens)
+        assert (type(counted), counted) == (int, 8)
 
 
 @pytest.mark.usefixtures("types_unchecked")
