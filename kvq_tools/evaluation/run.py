@@ -14,6 +14,7 @@ import kvq_jax as kvq
 from kvq_jax.cache.spec import CacheSpec, parse
 from kvq_jax.placement.placement import Placement
 from kvq_jax.types.array_types import Integers
+from kvq_jax.types.integers import int32
 from kvq_models.calibration.progress import Progress, silent
 from kvq_models.llama.model import HiddenBTD, Llama
 from kvq_models.llama.packed_loading import with_activations
@@ -93,7 +94,7 @@ def evaluate_caches(
 
     Raises ValueError, in one line, if the request does not fit the text or the model.
     """
-    ids = np.asarray(token_ids)
+    ids = np.asarray(int32("token_ids", token_ids))
     specs = [parse(spec) for _, spec in candidates]
     settings = check_request(candidates[0][0].config, ids, specs, **choices)
     width = min(settings.window, ids.size)

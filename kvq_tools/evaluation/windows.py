@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvq_jax.types.array_types import Integers
+from kvq_jax.types.integers import int32
 from kvq_models.calibration.samples import check_vocabulary
 from kvq_models.llama.config import LlamaConfig
 
@@ -43,7 +44,7 @@ def check_windows(
     config: LlamaConfig, token_ids: Integers, window: int, stride: int, prompt: int = 0
 ) -> None:
     """Raise ValueError, in one line, if a text cannot be scored in these windows."""
-    ids = np.asarray(token_ids)
+    ids = np.asarray(int32("token_ids", token_ids))
     if ids.ndim != 1 or ids.size < 2:
         raise ValueError(
             f"an evaluation needs a text of at least two tokens, and this one has {ids.size}"

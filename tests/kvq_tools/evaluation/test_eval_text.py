@@ -78,6 +78,13 @@ def test_what_cannot_be_scored_is_refused_in_one_line(case):
     check_windows(tiny_config(), np.arange(40), 16, 8, prompt=8)
 
 
+@pytest.mark.usefixtures("types_unchecked")
+@pytest.mark.parametrize("tokens", [np.arange(40) + 0.5, ["1"] * 40, None])
+def test_tokens_that_are_no_integers_are_not_rounded(tokens):
+    with pytest.raises(ValueError, match="token_ids must be integers, got"):
+        check_windows(tiny_config(), tokens, 16, 8)
+
+
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     from transformers import AutoTokenizer
