@@ -150,6 +150,7 @@ def read_items(
             name = fields.get("id", number - 1)
             if not isinstance(name, str | int) or isinstance(name, bool):
                 raise ValueError(f"id must be a text or an integer, got {name!r}")
+            text_input.check_text(str(name), "the id")
         except json.JSONDecodeError as error:
             raise console.UserError(
                 f"{options.prompts}, line {number}: write a text in quotes or an object, as JSON"

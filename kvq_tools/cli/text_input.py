@@ -85,11 +85,12 @@ def check_not_empty(prompt: str) -> None:
         raise UserError("the prompt is empty; give at least one character")
 
 
-def check_text(text: str) -> None:
+def check_text(text: str, what: str = "the prompt") -> None:
+    """Raise UserError, which calls the text `what`, for half a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise UserError(f"the prompt is not UTF-8 text; convert it to UTF-8: {error}") from error
+        raise UserError(f"{what} is not UTF-8 text; convert it to UTF-8: {error}") from error
 
 
 def render_chat(tokenizer: Any, messages: list[dict[str, str]]) -> str:

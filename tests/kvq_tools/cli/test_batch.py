@@ -128,6 +128,7 @@ def test_a_run_that_was_cut_goes_on(
         ('{"prompt": "x", "temperature": 1%s}\n' % ("0" * 400), "line 1: temperature=1000"),
         ('{"prompt": "x", "top_k": 4294967296}\n', "line 1: top_k=4294967296"),
         ('{"prompt": "x", "id": 1}\n"y"\n', "2 prompts with the id 1"),
+        ('{"prompt": "x", "id": "\\ud800"}\n', "line 1: the id is not UTF-8 text; convert it"),
         (
             '{"prompt": "x", "max_new_tokens": 100}\n',
             "line 1: 2 prompt + 100 new tokens are 102, and a row of the cache holds 64",
