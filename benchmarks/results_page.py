@@ -19,8 +19,8 @@ from benchmarks import (
     serving_report,
     serving_start,
 )
-from benchmarks.cpu import generation, roofline, weights
 from benchmarks.cpu import page as cpu_page
+from benchmarks.cpu import roofline
 from benchmarks.cpu.request import report as request
 from benchmarks.cpu.timing import CpuReport
 from benchmarks.faults import cost
@@ -135,12 +135,6 @@ KINDS = (
         always("the CPU kernel's time against memory's and arithmetic's, instructions"),
     ),
     Kind(
-        "generation*",
-        generation.GenerationReport,
-        generation.page,
-        always("tokens a second with kvq's caches and with transformers'"),
-    ),
-    Kind(
         "verification*",
         cost.CostReport,
         cost.page,
@@ -151,12 +145,6 @@ KINDS = (
         faults.FaultReport,
         faults.page,
         always("injected faults: detected, recovered, wrong answers, crashes and hangs"),
-    ),
-    Kind(
-        "weights*",
-        weights.WeightsReport,
-        weights.page,
-        always("packed weights against dense ones: products, steps, prompts, loading"),
     ),
     Kind(
         "request*",

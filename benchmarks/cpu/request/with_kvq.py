@@ -1,5 +1,5 @@
-"""Measure kvq. A way is `SPEC`, `SPEC, int8 activations`, or `SPEC, dense weights`, or begins with
-`attention of a layer, ` and a spec, or `products alone`: the bound of its multiplications."""
+"""Measure kvq. The ways are `SPEC`, `SPEC, int8 activations`, `attention of a layer, SPEC`, and
+`attention of a layer, products alone`: the bound of its multiplications."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvq_models.inference.prompts import lowered_prompt, read_prompt
 from kvq_models.llama.checkpoint import load_weights, open_checkpoint
 from kvq_models.llama.flat_llama import FlatLlama
 
-INT8, DENSE = ", int8 activations", ", dense weights"
+INT8 = ", int8 activations"
 SIDES = 512, 1024, 2048  # of the square matrices whose products are timed
 
 
@@ -33,11 +33,11 @@ def measure(request: Request) -> dict[str, Any]:
         return {**named, **_products(request)}
     if request.way.startswith(ATTENTION):
         return {**named, **_attention(request)}
-    spec = request.way.removesuffix(INT8).removesuffix(DENSE)
-    options: dict[str, Any] = {"activations": "int8"} if request.way.endswith(INT8) else {}
-    options["weights"] = "dense" if request.way.endswith(DENSE) else "packed"
+    spec = request.way.removesuffix(INT8)
+    activations = "int8" if request.way.endswith(INT8) else "float32"
     checkpoint = open_checkpoint(request.model)
-    llama = prepare(load_weights(checkpoint, dtype="float32", **options), spec)
+    weights = load_weights(checkpoint, dtype="float32", weights="packed", activations=activations)
+    llama = prepare(weights, spec)
     model = FlatLlama(llama)
     calls = -(-request.steps // STREAM_STEPS)
     most = STREAM_STEPS * (calls + 1)
