@@ -82,16 +82,15 @@ def _sentences(paragraph: str) -> list[str]:
     return re.split(r"(?<=[.:!?]) (?=[A-Z`*])", paragraph.removeprefix("- "))
 
 
-def without_interval(every: list[Claim]) -> list[Claim]:
-    """Return the claims that neither hold an interval nor link the page that has it."""
-    return [claim for claim in every if not claim.intervals and not claim.sources]
+def all_claims() -> list[Claim]:
+    """Return the comparative sentences of all pages."""
+    return [
+        claim for page in PAGES for claim in claims(page, (ROOT / page).read_text(encoding="utf-8"))
+    ]
 
 
 def contents() -> str:
     """Render the file."""
-    every = [
-        claim for page in PAGES for claim in claims(page, (ROOT / page).read_text(encoding="utf-8"))
-    ]
     lines = (
         (
             claim.page,
@@ -99,7 +98,7 @@ def contents() -> str:
             "; ".join(claim.intervals[:SHOWN]) + (" ..." if len(claim.intervals) > SHOWN else ""),
             ", ".join(pathlib.Path(source).name for source in claim.sources),
         )
-        for claim in every
+        for claim in all_claims()
     )
     return (
         "# Comparative sentences and their intervals\n\nMade by `python -m benchmarks.results_page`"

@@ -95,13 +95,6 @@ def _head(subject: str) -> Iterator[str]:
     yield _text(LEFT, 44, f"KL to full precision in nats per token, {subject}", 12, "ink")
 
 
-def _rules(theme: int) -> str:
-    return " ".join(
-        f".{name} {{ fill: {both[theme]}; }} .{name}-line {{ stroke: {both[theme]}; }}"
-        for name, both in COLOURS.items()
-    )
-
-
 def _axes() -> Iterator[str]:
     for gib in (0.25, 0.5, 1, 2, 4):
         yield _line(_x(gib), TOP, _x(gib), BOTTOM, "faint")

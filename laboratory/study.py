@@ -1,25 +1,20 @@
-"""The command line of studies: a report, a plot beside it, and one line for wrong input."""
+"""The command line of studies: a report, and one line for wrong input."""
 
 from __future__ import annotations
 
 import argparse
 import pathlib
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int
 
 from benchmarks.model_names import add_model
 from benchmarks.report_file import Report
-from kvq_jax.files.whole import replacing
-
-R = TypeVar("R", bound=Report)
 
 
-def study_parser(
-    module: str, documentation: str | None, *, plot: bool = False
-) -> argparse.ArgumentParser:
+def study_parser(module: str, documentation: str | None) -> argparse.ArgumentParser:
     """Return the parser of `python -m module`, with --json and --model. Its description is the
     first line of the documentation."""
     parser = argparse.ArgumentParser(
@@ -27,8 +22,9 @@ def study_parser(
         description=(documentation or "").partition("\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    where = "where the numbers go; a PNG goes beside it" if plot else "where the numbers go"
-    parser.add_argument("--json", metavar="FILE", type=pathlib.Path, required=True, help=where)
+    parser.add_argument(
+        "--json", metavar="FILE", type=pathlib.Path, required=True, help="where the numbers go"
+    )
     add_model(parser)
     return parser
 
@@ -36,19 +32,15 @@ def study_parser(
 def run_study(
     parser: argparse.ArgumentParser,
     argv: Sequence[str] | None,
-    run: Callable[[argparse.Namespace], R],
-    draw: Callable[[R], Any] | None = None,
+    run: Callable[[argparse.Namespace], Report],
 ) -> None:
-    """Write the report of a study and its plot. Wrong input is one line, exit code 2."""
+    """Write the report of a study. Wrong input is one line, exit code 2."""
     options = parser.parse_args(argv)
     try:
         report = run(options)
     except (ValueError, OSError) as error:
         parser.exit(2, f"{error}\n")
     report.write(options.json)
-    if draw is not None:
-        with replacing(options.json.with_suffix(".png")) as unfinished:
-            draw(report).savefig(unfinished, dpi=110, format="png")
     print(options.json)
 
 

@@ -12,7 +12,6 @@ import dataclasses
 import pathlib
 import re
 import tempfile
-from collections.abc import Iterable
 
 from benchmarks.machine_code.tools import run_tool
 
@@ -249,11 +248,6 @@ def main_loop(function: Function) -> Loop:
     if inner[0].multiply_adds:
         return max(inner, key=lambda loop: (loop.multiply_adds, -len(loop.indices)))
     return max(inner, key=lambda loop: len(loop.indices))
-
-
-def unknown_opcodes(instructions: Iterable[Instruction]) -> dict[str, int]:
-    """Count each opcode that belongs to no class."""
-    return dict(collections.Counter(i.base for i in instructions if i.kind == "other"))
 
 
 def _blocks(function: Function) -> tuple[dict[int, range], dict[int, set[int]]]:

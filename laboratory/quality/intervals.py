@@ -1,8 +1,6 @@
-"""95 % intervals of means over windows of a text, of ratios, and of shares of answers.
+"""95 % intervals of shares of answers. Those of KL, ratios and means over windows of a text are in
+kvq_tools/evaluation/intervals.py.
 
-a mean KL                   kl_interval     modified Cox: windows' KL are positive and skewed
-a ratio of two caches' KL   paired_ratio    t, of the logs of the ratios on the same windows
-nats, cosines, errors       mean_interval   t: the means of windows are nearly symmetric
 a share of answers          share_interval  Clopper and Pearson: 12 of 12 may still err
 a difference of shares      gap_interval    the same, of gains and of losses on equal questions
 """
@@ -14,25 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from scipy.special import betaincinv
 
-from kvq_tools.evaluation.intervals import (
-    CONFIDENCE,
-    NONE,
-    Estimate,
-    Interval,
-    kl_interval,
-    mean_interval,
-    paired_ratio,
-)
-
-__all__ = [
-    "Estimate",
-    "Interval",
-    "gap_interval",
-    "kl_interval",
-    "mean_interval",
-    "paired_ratio",
-    "share_interval",
-]
+from kvq_tools.evaluation.intervals import CONFIDENCE, NONE, Interval
 
 
 def share_interval(scores: Sequence[float], confidence: float = CONFIDENCE) -> Interval:

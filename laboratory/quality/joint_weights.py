@@ -21,18 +21,18 @@ from jaxtyping import Array, Float, Int
 
 import kvq_jax as kvq
 from benchmarks.markdown import bracket, head, table, with_interval
-from benchmarks.report_file import Report, header
+from benchmarks.report_file import Report, from_json, header
 from kvq_models import Llama, prepare
 from kvq_models.calibration.fit import calibrate
 from kvq_models.calibration.needs import needs
 from kvq_models.calibration.weights import quantize_weights
 from kvq_tools.evaluation.compare import compare
+from kvq_tools.evaluation.intervals import Interval, mean_interval
 from kvq_tools.evaluation.results import exp
 from kvq_tools.evaluation.run import measure_rows
 from kvq_tools.evaluation.through import Reference, Slice, WindowBatch
 from laboratory.quality.bench import Bench, add_arguments, words_of
 from laboratory.quality.comparison import PLAIN
-from laboratory.quality.intervals import Interval, mean_interval
 
 WEIGHTS = {
     "16": None,
@@ -93,7 +93,7 @@ def run(options: argparse.Namespace) -> None:
         if missing:
             _measure(bench, name, missing)
     rows = [
-        JointRow(**_tuples(bench.journal.rows[_key(name, cache)]))
+        from_json(JointRow, bench.journal.rows[_key(name, cache)])
         for name in options.weights
         for cache in options.cache
     ]
@@ -187,10 +187,6 @@ def _told(items: Sequence, message: str) -> Sequence:
 
 def _key(weights: str, cache: str) -> str:
     return f"{weights} | {cache}"
-
-
-def _tuples(row: dict) -> dict:
-    return row | {"window_nats": tuple(row["window_nats"])}
 
 
 def page(report: JointReport, file: pathlib.Path) -> str:

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 from benchmarks.markdown import head, table, with_interval
 from benchmarks.report_file import Report
-from laboratory.quality.intervals import Interval, gap_interval, share_interval
+from kvq_tools.evaluation.intervals import Interval
+from laboratory.quality.intervals import gap_interval, share_interval
 from laboratory.quality.report import Text
 
 FULL_PRECISION = "dense"

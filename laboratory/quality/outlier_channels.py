@@ -30,9 +30,9 @@ from benchmarks.markdown import head, table, with_interval
 from benchmarks.model_names import model_words, shown
 from benchmarks.report_file import Report, header
 from kvq_models import Llama, load_llama
+from kvq_tools.evaluation.intervals import Estimate, mean_interval
 from laboratory import outlier_channels
 from laboratory.outlier_channels import TOPS
-from laboratory.quality.intervals import Estimate, mean_interval
 from laboratory.study import first_tokens, run_study, study_parser
 
 WINDOW = 512  # tokens; every window is a sequence of its own

@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 
 from benchmarks.report_file import Report
-from kvq_tools.evaluation.results import exp
-from laboratory.quality.comparison import PLAIN
-from laboratory.quality.intervals import (
+from kvq_tools.evaluation.intervals import (
     Estimate,
     Interval,
     kl_interval,
     mean_interval,
     paired_ratio,
 )
+from kvq_tools.evaluation.results import exp
+from laboratory.quality.comparison import PLAIN
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,10 +11,10 @@ import pytest
 import kvq_tools.cli
 from benchmarks.report_file import header
 from kvq_models import EMBEDDED, load_llama
+from kvq_tools.evaluation.intervals import mean_interval
 from laboratory import results_page
 from laboratory.outlier_channels import decompose, layer_magnitudes
 from laboratory.quality import outlier_channels
-from laboratory.quality.intervals import mean_interval
 from laboratory.quality.outlier_channels import OutlierChannelsReport, Rivals, TextChannels
 from laboratory.study import first_tokens
 

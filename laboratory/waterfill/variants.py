@@ -178,17 +178,14 @@ class Rule:
     lloyd: the levels of Lloyd and Max from so many bits up to 4 in place of equal steps, 0 for
         none.
     search: the number of scales around the root mean square, of which the one of least error is
-        taken, weighted by energies if `weighted`.
+        taken.
     block: tokens that share a scale for each channel, a byte each; 0 for none.
-    runs: True for a scale for each run of one width.
     """
 
     unclipped: int = 5
     lloyd: int = 0
     search: int = 0
-    weighted: bool = False
     block: int = 0
-    runs: bool = False
 
 
 @functools.cache
@@ -210,26 +207,16 @@ def coded(
     analysis: Float[Array, "K H H"],
     synthesis: Float[Array, "K H H"],
     widths: Int[Array, " H"],
-    energies: Float[Array, "K H"],
     rule: Rule,
 ) -> RowsBKTH:
     """Return rows after quantization."""
     u = jnp.einsum("bktc,kce->bkte", rows - mean[None, :, None], analysis)
     widths = widths[None, None, None]
-    stored = widths > 0
     shared = jnp.ones(())
     if rule.block:
         shared = _block_scales(u, rule.block)
         u = u / shared
-    weights = energies[None, :, None] if rule.weighted else jnp.ones(())
-    if rule.runs:
-        u_read = jnp.zeros_like(u)
-        for bits in range(1, 9):
-            run = widths == bits
-            u_read = jnp.where(run, _read(u, widths, run, rule, weights), u_read)
-    else:
-        u_read = _read(u, widths, stored, rule, weights)
-    u_read = jnp.where(stored, u_read, 0) * shared
+    u_read = jnp.where(widths > 0, _read(u, widths, rule), 0) * shared
     return jnp.einsum("bktc,kce->bkte", u_read, synthesis) + mean[None, :, None]
 
 
@@ -244,13 +231,14 @@ def _block_scales(u: Array, block: int) -> Array:
     return jnp.concatenate([size, jnp.ones((batch, heads, tokens - whole, width))], axis=2)
 
 
-def _read(u: Array, widths: Array, members: Array, rule: Rule, weights: Array) -> Array:
+def _read(u: Array, widths: Array, rule: Rule) -> Array:
     """Return u as codes of one scale for each token give it back."""
+    stored = widths > 0
     steps = jnp.asarray(STEPS, jnp.float32)[widths]
     half = jnp.exp2(widths.astype(jnp.float32) - 1)
-    count = jnp.maximum(members.sum(), 1).astype(jnp.float32)
-    size = jnp.sqrt(jnp.sum(jnp.where(members, u**2, 0), axis=-1, keepdims=True) / count)
-    reach = jnp.where(members & (widths >= rule.unclipped), half * steps, jnp.inf)
+    count = jnp.maximum(stored.sum(), 1).astype(jnp.float32)
+    size = jnp.sqrt(jnp.sum(jnp.where(stored, u**2, 0), axis=-1, keepdims=True) / count)
+    reach = jnp.where(stored & (widths >= rule.unclipped), half * steps, jnp.inf)
     size = jnp.maximum(size, jnp.max(jnp.abs(u) / reach, axis=-1, keepdims=True))
     octaves = jnp.round(PER_OCTAVE * jnp.log2(jnp.maximum(size, 1e-20)))
 
@@ -263,7 +251,7 @@ def _read(u: Array, widths: Array, members: Array, rule: Rule, weights: Array) -
     best, error = at(octaves), jnp.full(octaves.shape, jnp.inf)
     for offset in range(-(rule.search // 2), rule.search // 2 + 1):
         read = at(octaves + offset)
-        cost = jnp.sum(jnp.where(members, weights * (read - u) ** 2, 0), axis=-1, keepdims=True)
+        cost = jnp.sum(jnp.where(stored, (read - u) ** 2, 0), axis=-1, keepdims=True)
         best, error = jnp.where(cost < error, read, best), jnp.minimum(cost, error)
     return best
 
@@ -297,7 +285,6 @@ class Variant:
                 (
                     *(jnp.asarray(field[layer], jnp.float32) for field in bases[side][:3]),
                     jnp.asarray(widths[side][layer], jnp.int32),
-                    jnp.asarray(bases[side].energies[layer], jnp.float32),
                 )
                 for layer in range(len(bases[side].mean))
             ]

@@ -70,3 +70,10 @@ def test_two_windows_a_million_times_apart_give_no_interval():
     assert np.isnan(kl_interval([1e-9, 1e-2])).all(), "its upper limit is above every float"
     low, high = kl_interval([1e-3, 1e-2])
     assert 0 < low < 1e-3 < high < math.inf
+
+
+def test_rounding_noise_around_zero_has_an_interval_and_equal_values_have_none():
+    low, high = kl_interval([-1e-9, 2e-9, 1e-9])
+    assert low < 0 < high
+    for values in ([0.0, 0.0], [0.5, 0.5], [0.5]):
+        assert math.isnan(kl_interval(values).low), values
