@@ -12,13 +12,12 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import kvq_jax as kvq
-from benchmarks.markdown import table
+from benchmarks.markdown import replaced, table
 from kvq_jax.files import whole
 from kvq_models import LlamaConfig
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "models.md"
 BEGIN = "<!-- made by python -m benchmarks.families_table -->"
-END = "<!-- end of what was made -->"
 CONTEXT = 32768
 CACHES = ("dense", "kivi:bits=4")
 RANDOM = "random checkpoint"
@@ -178,14 +177,10 @@ def _line(model: Published) -> tuple[str, ...]:
     )
 
 
-def replaced(page: str) -> str:
-    """Return the page with the table of today between the two comments."""
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"the page lacks {BEGIN!r} or, after it, {END!r}")
-    return f"{before}{BEGIN}\n\n{section()}\n\n{END}{after}"
+def page() -> str:
+    """Return docs/models.md with the table of today."""
+    return replaced(PAGE.read_text(encoding="utf-8"), BEGIN, section())
 
 
 if __name__ == "__main__":
-    whole.write(PAGE, replaced(PAGE.read_text(encoding="utf-8")))
+    whole.write(PAGE, page())

@@ -8,11 +8,23 @@ from collections.abc import Iterable, Sequence
 
 from benchmarks.report_file import Report
 
+END = "<!-- end of what was made -->"
+
 
 def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     """Render a GitHub table."""
     rows = [header, ["---"] * len(header), *lines]
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def replaced(page: str, begin: str, text: str) -> str:
+    """Return the page with `text` between the comments `begin` and END. Raises ValueError if one is
+    missing."""
+    before, found, rest = page.partition(begin)
+    _, end, after = rest.partition(END)
+    if not found or not end:
+        raise ValueError(f"the page lacks {begin!r} or, after it, {END!r}")
+    return f"{before}{begin}\n\n{text}\n\n{END}{after}"
 
 
 def head(report: Report, file: pathlib.Path, *said: str) -> list[str]:

@@ -13,7 +13,6 @@ import re
 import kvq_jax as kvq
 from benchmarks import llama_8b
 from benchmarks.protocol import front_page, made_plans
-from benchmarks.protocol.caches import EXACT
 from benchmarks.protocol.front_page import LENGTH
 from benchmarks.protocol.report import ProtocolReport
 from kvq_tools.evaluation.protocol import windowed
@@ -50,11 +49,9 @@ def _joined(cache: str, options: list[str]) -> str:
 def contents(report: ProtocolReport) -> str:
     """Render the file: each cache that was measured after a prompt, in the order of the rows, with
     its KL on each text of another domain than the calibration's."""
-    calibration = report.calibration_text and report.calibration_text.domain
-    texts = [text for text in report.texts if text.domain != calibration]
     fields = {
         "model": MODELS[report.model],
-        "texts": [text.name for text in texts],
+        "texts": [text.name for text in report.outside],
         "windows": report.windows,
         "prompt": LENGTH,
         "scored": report.scored,
@@ -64,13 +61,11 @@ def contents(report: ProtocolReport) -> str:
             "cache": named(row.cache, report),
             "kl": [
                 float(f"{row.measured.kl(report.domains[text.domain]).value:.{DIGITS}g}")
-                for text in texts
+                for text in report.outside
             ],
         }
-        for row in report.rows
-        if (row.context, row.reading, row.own_windows) == (LENGTH, "prompt", False)
-        and row.cache != EXACT
-        and made_plans.MARK not in row.cache  # widths for another model's layers
+        for row in report.quantized(LENGTH, "prompt")
+        if made_plans.MARK not in row.cache  # widths for another model's layers
     ]
     lines = ",\n".join(f"    {json.dumps(cache)}" for cache in caches)
     head = json.dumps(fields, indent=2).removesuffix("\n}")

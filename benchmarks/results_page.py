@@ -30,7 +30,7 @@ from benchmarks.gpu.report import GpuReport
 from benchmarks.hosts import report as hosts
 from benchmarks.machine_code import launches
 from benchmarks.machine_code import report as machine_code
-from benchmarks.markdown import table
+from benchmarks.markdown import replaced, table
 from benchmarks.protocol import equal_bytes, front_page, pairs
 from benchmarks.protocol import page as protocol_page
 from benchmarks.protocol.report import ProtocolReport
@@ -236,9 +236,9 @@ def _write_readme() -> None:
     if protocol := front_page.report_for_readme():
         page = front_page.PAGE.read_text(encoding="utf-8")
         section = front_page.section(protocol, "benchmarks/results/", front_page.other_report())
-        whole.write(front_page.PAGE, front_page.replaced(page, section))
+        whole.write(front_page.PAGE, replaced(page, front_page.BEGIN, section))
     print(front_page.PAGE, measured_caches.FILE, sep="\n")
-    for file in filter(pathlib.Path.is_file, (front_page.FILE, front_page.OTHER_FILE)):
+    for file in filter(pathlib.Path.is_file, front_page.SOURCES):
         picture = front_page.picture_of(file)
         whole.write(picture, front_page.picture(ProtocolReport.read(file)))
         print(picture)

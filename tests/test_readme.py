@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.markdown import replaced
 from benchmarks.protocol import front_page
 from kvq_tools.cli.console import format_bytes
 from kvq_tools.cli.main import COMMANDS, build_parser
@@ -45,7 +46,7 @@ def test_the_table_of_caches_is_the_generator_s():
     report = front_page.report_for_readme()
     assert report, "the results lack a row of the README's table"
     section = front_page.section(report, "benchmarks/results/", front_page.other_report())
-    page = front_page.replaced(README, section)
+    page = replaced(README, front_page.BEGIN, section)
     assert page == README, "python -m benchmarks.results_page writes the table"
 
 

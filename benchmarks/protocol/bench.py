@@ -20,7 +20,7 @@ from benchmarks.model_names import shown
 from benchmarks.protocol import large_models
 from benchmarks.protocol.page import cells
 from benchmarks.protocol.plan import Plan, Wanted
-from benchmarks.protocol.report import ProtocolReport, Row, Text, headline
+from benchmarks.protocol.report import ProtocolReport, Row, Text
 from benchmarks.report_file import COMMIT, header
 from kvq_jax.files.whole import delete_directory
 from kvq_models import Llama, load_llama, prepare, resolved
@@ -135,11 +135,7 @@ class Bench:
         measured = measure(
             candidates,
             self._windows(sizes),
-            headline(
-                [_described(*text) for text in self.texts],
-                self.report.calibration_text,
-                sizes.windows,
-            ),
+            self.report.headline,
             sizes,
             reading,
             self.hidden.setdefault(context, {}),

@@ -16,8 +16,7 @@ from collections.abc import Iterator, Sequence
 from benchmarks import llama_8b
 from benchmarks.markdown import table, with_interval
 from benchmarks.protocol import front_page
-from benchmarks.protocol.caches import EXACT
-from benchmarks.protocol.front_page import LENGTH
+from benchmarks.protocol.front_page import LENGTH, SOURCES
 from benchmarks.protocol.large_models import CONTEXT
 from benchmarks.protocol.report import ProtocolReport, Row
 from benchmarks.report_file import RESULTS
@@ -26,7 +25,6 @@ from kvq_tools.evaluation.intervals import Estimate
 from kvq_tools.evaluation.protocol import READINGS, WORDS
 
 FILE = RESULTS / "equal_bytes.md"
-SOURCES = front_page.FILE, front_page.OTHER_FILE
 OURS = "waterfill"
 GOAL = 1.5  # times less KL
 HEAD = (
@@ -68,15 +66,7 @@ def compared(
     def size(row: Row) -> int:
         return report.large(row)[batch].resident
 
-    rows = sorted(
-        (
-            row
-            for row in report.rows
-            if (row.context, row.reading, row.own_windows) == (context, reading, False)
-            and row.cache != EXACT
-        ),
-        key=size,
-    )
+    rows = sorted(report.quantized(context, reading), key=size)
     ours = [row for row in rows if _ours(row)]
     for row in rows:
         if _ours(row):
@@ -131,10 +121,7 @@ def _lines(report: ProtocolReport, reading: str, context: int) -> Iterator[tuple
         beside = (
             ("", "", "", "")
             if best is None or ratio is None
-            else (
-                *_cells(report, best),
-                with_interval(*ratio, ".2f"),
-            )
+            else (*_cells(report, best), with_interval(*ratio, ".2f"))
         )
         yield (*_cells(report, row), *beside, verdict(ratio))
 

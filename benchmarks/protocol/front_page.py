@@ -11,7 +11,7 @@ import textwrap
 from benchmarks import front_picture, llama_8b
 from benchmarks.front_picture import Point
 from benchmarks.markdown import table, with_interval
-from benchmarks.protocol.caches import EXACT, README
+from benchmarks.protocol.caches import README
 from benchmarks.protocol.large_models import CONTEXT
 from benchmarks.protocol.report import ProtocolReport
 from benchmarks.report_file import RESULTS
@@ -27,9 +27,9 @@ from kvq_tools.evaluation.protocol import (
 
 FILE = RESULTS / "protocol_smollm2.json"
 OTHER_FILE = RESULTS / "protocol_gemma3.json"  # of another model
+SOURCES = FILE, OTHER_FILE
 PAGE = pathlib.Path(__file__).parents[2] / "README.md"
 BEGIN = "<!-- made by python -m benchmarks.results_page -->"
-END = "<!-- end of what was made -->"
 LENGTH = 2048
 HEAD = (
     "cache",
@@ -103,21 +103,9 @@ def _column_of(report: ProtocolReport) -> tuple[str, dict[str, str]]:
     """Return the title of another model's column, and the KL of each cache in the reading that has
     most of them."""
     reading = most_measured(report)
-    kl = {
-        row.cache: with_interval(*report.kl(row), "#.2g")
-        for row in report.rows
-        if (row.context, row.reading, row.own_windows) == (LENGTH, reading, False)
-    }
+    rows = report.quantized(LENGTH, reading)
+    kl = {row.cache: with_interval(*report.kl(row), "#.2g") for row in rows}
     return f"{report.model}: {COLUMNS[reading]}", kl
-
-
-def replaced(page: str, text: str) -> str:
-    """Return the page with `text` between the two comments. ValueError if a comment is missing."""
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"the page lacks {BEGIN!r} or, after it, {END!r}")
-    return f"{before}{BEGIN}\n\n{text}\n\n{END}{after}"
 
 
 def picture_of(file: pathlib.Path) -> pathlib.Path:
@@ -129,7 +117,7 @@ def picture(report: ProtocolReport) -> str:
     """Render a picture of the reading that has most caches."""
     reading = most_measured(report)
     subject = f"{report.model} on {_texts(report)}, {WORDS[reading]}"
-    windows, sample = len(report.headline), f"{len(_outside(report))} texts"
+    windows, sample = len(report.headline), f"{len(report.outside)} texts"
     return front_picture.picture(points(report, reading), subject, windows, sample)
 
 
@@ -140,26 +128,15 @@ def most_measured(report: ProtocolReport) -> Reading:
 
 def points(report: ProtocolReport, reading: Reading) -> list[Point]:
     """Return every cache with the protocol's windows in one reading, the smallest first."""
-    rows = (r for r in report.rows if (r.context, r.reading) == (LENGTH, reading))
     measured = [
         Point(row.cache, report.large(row)[0].resident / 2**30, *report.kl(row))
-        for row in rows
-        if not row.own_windows and row.cache != EXACT
+        for row in report.quantized(LENGTH, reading)
     ]
     return sorted(measured, key=lambda point: point.gib)
 
 
-def _outside(report: ProtocolReport) -> list[str]:
-    """Return the domains of the headline."""
-    return [
-        text.domain
-        for text in report.texts
-        if report.calibration_text is None or text.domain != report.calibration_text.domain
-    ]
-
-
 def _texts(report: ProtocolReport) -> str:
-    return " and ".join(A_TEXT.get(domain, domain) for domain in _outside(report))
+    return " and ".join(A_TEXT.get(text.domain, text.domain) for text in report.outside)
 
 
 def _note(report: ProtocolReport, results: str, other: ProtocolReport | None) -> str:

@@ -154,11 +154,8 @@ def _lossy(row: Row) -> bool:
 def _decoded_over_prompt(report: ProtocolReport) -> list[tuple[str, ...]]:
     lines = []
     for row in report.rows:
-        if row.reading == "decoded":
-            try:
-                prompt = report.row(row.cache, row.context, "prompt")
-            except ValueError:
-                continue
+        prompt = report.find(row.cache, row.context, "prompt")
+        if row.reading == "decoded" and prompt:
             ratio = row.measured.over(prompt.measured, report.headline)
             lines.append((f"`{row.cache}`", f"{row.context}", with_interval(*ratio, ".2f")))
     return lines

@@ -13,15 +13,14 @@ from collections.abc import Sequence
 
 from benchmarks import llama_8b
 from benchmarks.markdown import table, with_interval
-from benchmarks.protocol import front_page, large_models, made_plans
-from benchmarks.protocol.front_page import LENGTH
+from benchmarks.protocol import large_models, made_plans
+from benchmarks.protocol.front_page import LENGTH, SOURCES
 from benchmarks.protocol.large_models import CONTEXT
-from benchmarks.protocol.report import ProtocolReport, Row
+from benchmarks.protocol.report import ProtocolReport
 from benchmarks.report_file import RESULTS
 from kvq_tools.evaluation.protocol import READINGS, WORDS
 
 FILE = RESULTS / "pairs.md"
-SOURCES = front_page.FILE, front_page.OTHER_FILE
 MULTI_HEAD_FILE = RESULTS / "protocol_smollm2_multi_head.json"
 KIVI, NUQ = "kivi:bits={}", "kvquant:bits={}"
 PAIRS = (
@@ -105,7 +104,11 @@ def _section(sources: Sequence[pathlib.Path], pairs: Sequence[tuple[str, str]]) 
     files = [file for file in sources if file.is_file()]
     reports = [ProtocolReport.read(file) for file in files]
     columns = [(report, reading) for report in reports for reading in READINGS]
-    filled = [column for column in columns if any(_row(*column, cache) for cache, _ in pairs)]
+    filled = [
+        (report, reading)
+        for report, reading in columns
+        if any(report.find(cache, LENGTH, reading) for cache, _ in pairs)
+    ]
     head = (
         *("cache", "bits", "over", "bits"),
         *(f"{report.model}, {WORDS[reading]}" for report, reading in filled),
@@ -122,23 +125,17 @@ def _line(pair: tuple[str, str], columns: list[tuple[ProtocolReport, str]]) -> t
         bits = (
             f"{report.large(row)[0].resident_bits:.2f}"
             for report, reading in columns
-            if (row := _row(report, reading, cache))
+            if (row := report.find(cache, LENGTH, reading))
         )
         cells += [f"`{cache}`", next(bits, "")]
     return (*cells, *(_ratio(report, reading, pair) for report, reading in columns))
 
 
 def _ratio(report: ProtocolReport, reading: str, pair: tuple[str, str]) -> str:
-    rows = [_row(report, reading, cache) for cache in pair]
-    if None in rows:
+    one, other = (report.find(cache, LENGTH, reading) for cache in pair)
+    if one is None or other is None:
         return ""
-    one, other = (row.measured for row in rows if row)
-    ratio = one.over(other, report.headline)
+    ratio = one.measured.over(other.measured, report.headline)
     shown = with_interval(*ratio, ".2f")
     low, high = ratio.interval  # nan if one window was measured
     return f"**{shown}**" if low > 1 or high < 1 else shown
-
-
-def _row(report: ProtocolReport, reading: str, cache: str) -> Row | None:
-    key = (cache, False, LENGTH, reading)
-    return next((row for row in report.rows if row.key == key), None)

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 import kvq_jax as kvq
 from benchmarks import llama_8b
 from benchmarks.protocol import large_models
+from benchmarks.protocol.caches import EXACT
 from benchmarks.report_file import Report
 from kvq_tools.evaluation.intervals import Estimate
 from kvq_tools.evaluation.protocol import Measured, Reading, Sizes
@@ -97,21 +98,48 @@ class ProtocolReport(Report):
         }
 
     @property
+    def outside(self) -> list[Text]:
+        """Return the texts of other domains than the calibration's, or all if there are no
+        others."""
+        learned = self.calibration_text and self.calibration_text.domain
+        return [text for text in self.texts if text.domain != learned] or list(self.texts)
+
+    @property
     def headline(self) -> list[int]:
-        """Return the windows outside the calibration text's domain."""
-        return headline(self.texts, self.calibration_text, self.windows)
+        """Return the windows of the texts `outside`."""
+        outside = self.outside
+        return [
+            i * self.windows + window
+            for i, text in enumerate(self.texts)
+            if text in outside
+            for window in range(self.windows)
+        ]
 
     @property
     def partial(self) -> bool:
         return len(self.rows) < self.planned
 
+    def find(self, cache: str, context: int, reading: str, own_windows: bool = False) -> Row | None:
+        """Return one row, or None if it was not measured."""
+        key = (cache, own_windows, context, reading)
+        return next((row for row in self.rows if row.key == key), None)
+
     def row(self, cache: str, context: int, reading: str, own_windows: bool = False) -> Row:
         """Return one row. Raises ValueError if it was not measured."""
-        key = (cache, own_windows, context, reading)
-        for row in self.rows:
-            if row.key == key:
-                return row
-        raise ValueError(f"{self.title} has no row {key}")
+        row = self.find(cache, context, reading, own_windows)
+        if row is None:
+            raise ValueError(f"{self.title} has no row {(cache, own_windows, context, reading)}")
+        return row
+
+    def quantized(self, context: int, reading: str) -> list[Row]:
+        """Return the rows of one length and reading in the protocol's windows, without the exact
+        cache."""
+        return [
+            row
+            for row in self.rows
+            if (row.context, row.reading, row.own_windows) == (context, reading, False)
+            and row.cache != EXACT
+        ]
 
     def of_another_processor(self, row: Row) -> bool:
         """Return True if another kind of processor measured most rows."""
@@ -125,15 +153,3 @@ class ProtocolReport(Report):
 
     def kl(self, row: Row) -> Estimate:
         return row.measured.kl(self.headline)
-
-
-def headline(texts: Sequence[Text], calibration: Text | None, windows: int) -> list[int]:
-    """Return the windows of the texts of other domains than the calibration's, or all if there are
-    no others."""
-    outside = [
-        i * windows + window
-        for i, text in enumerate(texts)
-        if calibration is None or text.domain != calibration.domain
-        for window in range(windows)
-    ]
-    return outside or list(range(len(texts) * windows))
