@@ -52,17 +52,12 @@ HEAD = ("page", "measures", "command", "numbers", "made")
 
 
 class Kind(NamedTuple):
-    """A reader and a renderer for the files whose stem matches a pattern, and the subject of their
-    measurements."""
+    """A reader and a renderer for the files whose stem matches a pattern, and what was measured."""
 
     stems: str
     report: type[Report]
     page: Callable[[Any, pathlib.Path], str]
-    subject: Callable[[Any], str]
-
-
-def always(subject: str) -> Callable[[Any], str]:
-    return lambda report: subject
+    subject: str | Callable[[Any], str]
 
 
 KINDS = (
@@ -70,46 +65,44 @@ KINDS = (
         "instructions*",
         machine_code.Instructions,
         machine_code.page,
-        always("machine instructions for each cached element"),
+        "machine instructions for each cached element",
     ),
     Kind(
         "launches*",
         launches.LaunchReport,
         launches.page,
-        always("what a layer of a decode step launches on a GPU, with estimated times"),
+        "what a layer of a decode step launches on a GPU, with estimated times",
     ),
     Kind(
         "protocol_*",
         ProtocolReport,
         protocol_page.page,
-        always("KL, perplexity and size in equal windows, after a prompt and decoded"),
+        "KL, perplexity and size in equal windows, after a prompt and decoded",
     ),
     Kind(
         "kernels_*",
         GpuReport,
         gpu_page.kernels_page,
-        always("time, bandwidth and error of kernels, the papers' tables"),
+        "time, bandwidth and error of kernels, the papers' tables",
     ),
-    Kind(
-        "step_*", GpuReport, gpu_page.step_page, always("time and bandwidth of whole decode steps")
-    ),
+    Kind("step_*", GpuReport, gpu_page.step_page, "time and bandwidth of whole decode steps"),
     Kind(
         "parity_*",
         GpuReport,
         gpu_page.parity_page,
-        always("errors of kernels and of many small steps on a GPU"),
+        "errors of kernels and of many small steps on a GPU",
     ),
     Kind(
         "serving_start*",
         serving_start.StartReport,
         serving_start.page,
-        always("seconds from an empty machine to the first streamed token"),
+        "seconds from an empty machine to the first streamed token",
     ),
     Kind(
         "serving*",
         serving_report.ServingReport,
         serving_report.page,
-        always(
+        (
             "requests a second and time to first token through slots, sequences in equal memory,"
             " prefixes that come back"
         ),
@@ -118,39 +111,37 @@ KINDS = (
         "hosts*",
         hosts.HostsReport,
         hosts.page,
-        always(
-            "adapters: lines of code, tokens, errors, bytes and times against hosts' own caches"
-        ),
+        "adapters: lines of code, tokens, errors, bytes and times against hosts' own caches",
     ),
     Kind(
         "mesh*",
         mesh.MeshReport,
         mesh.page,
-        always("decode steps on virtual devices, and what their collectives cost"),
+        "decode steps on virtual devices, and what their collectives cost",
     ),
     Kind(
         "roofline*",
         roofline.RooflineReport,
         roofline.page,
-        always("the CPU kernel's time against memory's and arithmetic's, instructions"),
+        "the CPU kernel's time against memory's and arithmetic's, instructions",
     ),
     Kind(
         "verification*",
         cost.CostReport,
         cost.page,
-        always("CPU time of verifying live memory, against a decode step"),
+        "CPU time of verifying live memory, against a decode step",
     ),
     Kind(
         "faults*",
         faults.FaultReport,
         faults.page,
-        always("injected faults: detected, recovered, wrong answers, crashes and hangs"),
+        "injected faults: detected, recovered, wrong answers, crashes and hangs",
     ),
     Kind(
         "request*",
         request.RequestReport,
         request.page,
-        always("time to first token, ms a token and memory, against llama.cpp and transformers"),
+        "time to first token, ms a token and memory, against llama.cpp and transformers",
     ),
     Kind("*", CpuReport, cpu_page.page, cpu_page.subject),
 )
@@ -200,7 +191,7 @@ def index_line(file: pathlib.Path, kind: Kind, report: Report) -> tuple[str, ...
     origin = f"{report.date}{report.device and f', {report.device}'}"
     return (
         f"[{report.title}]({file.stem}.md)",
-        kind.subject(report),
+        kind.subject if isinstance(kind.subject, str) else kind.subject(report),
         f"`{report.command}`",
         f"[{file.name}]({file.name})",
         origin,

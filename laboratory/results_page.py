@@ -17,7 +17,7 @@ from benchmarks.cpu import page as cpu_page
 from benchmarks.cpu.timing import CpuReport
 from benchmarks.gpu.report import GpuReport
 from benchmarks.markdown import table
-from benchmarks.results_page import HEAD, Kind, always, index_line, read_reports
+from benchmarks.results_page import HEAD, Kind, index_line, read_reports
 from kvq_jax.files import whole
 from laboratory import serving_soak, soak
 from laboratory.gpu import paper_kernels
@@ -41,46 +41,44 @@ KINDS = (
         "quality_*",
         QualityReport,
         functools.partial(quality_page.page, variants=WORDS),
-        always("perplexity, KL and size of caches, read through the real cache"),
+        "perplexity, KL and size of caches, read through the real cache",
     ),
     Kind(
         "joint_weights*",
         joint_weights.JointReport,
         joint_weights.page,
-        always("perplexity with quantized weights, caches, and both"),
+        "perplexity with quantized weights, caches, and both",
     ),
     Kind(
         "key_bias*",
         key_bias.BiasReport,
         key_bias.page,
-        always("KL of caches of a model with a large key bias, and without the bias"),
+        "KL of caches of a model with a large key bias, and without the bias",
     ),
     Kind(
         "long_context*",
         long_context_report.LongContextReport,
         long_context_report.page,
-        always("accuracy of answers about long texts, read through the real cache"),
+        "accuracy of answers about long texts, read through the real cache",
     ),
     Kind(
         "outlier_channels*",
         outlier_channels.OutlierChannelsReport,
         outlier_channels.page,
-        always("how often weights alone name the channel of key outliers"),
+        "how often weights alone name the channel of key outliers",
     ),
-    Kind("papers_*", GpuReport, paper_kernels.page, always("the papers' tables of times on a GPU")),
+    Kind("papers_*", GpuReport, paper_kernels.page, "the papers' tables of times on a GPU"),
     Kind(
         "soak*",
         soak.SoakReport,
         soak.page,
-        always("memory, and results against a new cache's, over very many decode steps"),
+        "memory, and results against a new cache's, over very many decode steps",
     ),
     Kind(
         "serving_soak*",
         serving_soak.ServingSoakReport,
         serving_soak.page,
-        always(
-            "memory, compilations, and answers against those given alone, over very many requests"
-        ),
+        "memory, compilations, and answers against those given alone, over very many requests",
     ),
     Kind("*_cpu", CpuReport, cpu_page.page, cpu_page.subject),
 )

@@ -22,7 +22,6 @@ from benchmarks.cpu.timing import (
     parsed,
     relative_error,
     run,
-    wait,
 )
 from benchmarks.report_file import arguments
 from kvq_jax.attention import reference
@@ -52,7 +51,7 @@ def candidate(shape: Shape, spec: str) -> Candidate:
     return Candidate(
         spec,
         "float32",
-        lambda: wait(program(empty, prompt)),
+        lambda: jax.block_until_ready(program(empty, prompt)),
         _error(plan, state, _inputs(shape, shape.tokens, 1)),
         kvq.size.nbytes(state),
         program.memory_analysis(),

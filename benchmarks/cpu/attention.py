@@ -31,7 +31,6 @@ from benchmarks.cpu.timing import (
     random_parameters,
     relative_error,
     run,
-    wait,
 )
 from benchmarks.report_file import arguments
 from kvq_jax.attention import dispatch, reference
@@ -114,7 +113,7 @@ def _baseline(shape: Shape, name: str, function: Callable, dtype: str) -> Candid
     return Candidate(
         f"{name}, {dtype}",
         dtype,
-        lambda: wait(program(q, layers, length)),
+        lambda: jax.block_until_ready(program(q, layers, length)),
         _baseline_error(program(q, layers, length)[0], q, *layers[0], length),
         kvq.size.nbytes(layers[0]),
         attend.lower(q, layers[:1], length).compile().memory_analysis(),
@@ -167,7 +166,7 @@ def _cache(shape: Shape, name: str, plan: LayerPlan, route: Route) -> Candidate:
 
     def step() -> None:
         outputs, current_states[0] = program(current_states[0], inputs)
-        wait(outputs)
+        jax.block_until_ready(outputs)
 
     return Candidate(name, "float32", step, error, kvq.size.nbytes(states[0]), memory, len(states))
 

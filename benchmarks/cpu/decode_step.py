@@ -27,7 +27,6 @@ from benchmarks.cpu.timing import (
     random_parameters,
     relative_error,
     run,
-    wait,
 )
 from benchmarks.report_file import arguments
 from kvq_jax.attention import reference
@@ -159,7 +158,7 @@ def _candidate(
 
     def step() -> Array:
         logits, current_cache[0] = program(llama, current_cache[0], token)
-        wait(logits)
+        jax.block_until_ready(logits)
         return logits
 
     error = relative_error(step(), expected)

@@ -24,7 +24,7 @@ from jaxtyping import Array
 
 import kvq_jax as kvq
 from benchmarks import markdown
-from benchmarks.cpu.timing import random_layer, relative_error, wait
+from benchmarks.cpu.timing import random_layer, relative_error
 from benchmarks.report_file import cores
 from kvq_jax.cache.layer_cache import LayerCache
 from kvq_jax.cache.layer_plans import CachePlan
@@ -111,7 +111,7 @@ def measured(spec: str, batch: int, tokens: int, rounds: int) -> list[list[str]]
         for i, one in enumerate(chosen):
             start = time.process_time()
             outs[i], caches[i] = one.step(caches[i], q, k, v)
-            wait((outs[i], caches[i]))
+            jax.block_until_ready((outs[i], caches[i]))
             sample[i] = 1e3 * (time.process_time() - start)
     samples = samples[1:]  # the first call compiles
     ratios = np.median(samples / samples[:, :1], axis=0)

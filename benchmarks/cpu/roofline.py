@@ -14,12 +14,12 @@ import pathlib
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 
 import kvq_jax as kvq
 from benchmarks.markdown import head, table
+from benchmarks.progress import progress
 from benchmarks.report_file import Report, arguments, header
 from cpu_kernels import library
 from cpu_kernels.body import Body
@@ -261,7 +261,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                             spec, head_dim, args.rows, args.tokens, args.rounds, program, counter
                         )
                     )
-                    print(rows[-1], file=sys.stderr)
+                    progress(f"{rows[-1]}")
         except ValueError as error:
             parser.exit(2, f"{error}\n")
     report = RooflineReport(

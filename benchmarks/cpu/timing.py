@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from benchmarks.progress import progress
 from benchmarks.report_file import Report, cores, header
 from kvq_jax.arrays.stored import BodySpec
 from kvq_jax.layer.plan import LayerPlan, LayerState
@@ -142,16 +142,16 @@ def run(
     rows, load = [], []
     for i, shape in enumerate(shapes):
         load.append(round(os.getloadavg()[0], 2))
-        _progress(
+        progress(
             f"[{i + 1}/{len(shapes)}] batch {shape.batch}, head_dim {shape.head_dim},"
             f" {shape.tokens} tokens: compiling"
         )
         chosen = candidates(shape)
-        _progress(f"[{i + 1}/{len(shapes)}] timing {len(chosen)} implementations, {rounds} rounds")
+        progress(f"[{i + 1}/{len(shapes)}] timing {len(chosen)} implementations, {rounds} rounds")
         measured = timed(chosen, shape, rounds)
         del chosen  # its arrays, before the next shape's are made
         for row in measured:
-            _progress(f"    {row.implementation:40s} {row.median_ms:9.2f} ms {row.ratio:6.2f}x")
+            progress(f"    {row.implementation:40s} {row.median_ms:9.2f} ms {row.ratio:6.2f}x")
         rows += measured
     load.append(round(os.getloadavg()[0], 2))
     return CpuReport(
@@ -170,11 +170,11 @@ def read_bandwidth(size: int = 1 << 28, rounds: int = 15) -> float:
     """Return the bytes a second at which all cores together read memory."""
     parts = jnp.ones((size >> 14, 1 << 12), jnp.float32)  # whole rows for each thread
     total = jax.jit(lambda a: jnp.sum(a, axis=1)).lower(parts).compile()
-    wait(total(parts))
+    jax.block_until_ready(total(parts))
 
     def once() -> float:
         start = time.perf_counter()
-        wait(total(parts))
+        jax.block_until_ready(total(parts))
         return time.perf_counter() - start
 
     return round(size / min(once() for _ in range(rounds)), -7)
@@ -296,14 +296,6 @@ def parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpa
     return args
 
 
-def wait(tree: Any) -> None:
-    jax.block_until_ready(tree)
-
-
 def first_row(tree: Any) -> Any:
     """Return the first sequence of a batch."""
     return jax.tree.map(lambda a: lax.slice_in_dim(a, 0, 1), tree)
-
-
-def _progress(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

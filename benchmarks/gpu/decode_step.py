@@ -29,10 +29,12 @@ from benchmarks import llama_8b
 from benchmarks.cpu.timing import Shape, relative_error
 from benchmarks.gpu.compiling import THREADS, compiled_first, leave
 from benchmarks.gpu.device_timing import SHORT, Timing, memory_limit, sampled_ms
-from benchmarks.gpu.kernels import measure_bandwidth, progress, said_wrong, summary
+from benchmarks.gpu.kernels import measure_bandwidth, said_wrong, summary
 from benchmarks.gpu.random_model import TINY, random_cache, random_llama
 from benchmarks.gpu.report import GpuReport, KernelRow, Trace, is_fatal, one_line
 from benchmarks.gpu.trace import traced
+from benchmarks.points import points_of
+from benchmarks.progress import progress
 from benchmarks.report_file import arguments
 from kvq_jax.attention.dispatch import Implementation
 from kvq_models import Llama, LlamaConfig
@@ -43,7 +45,14 @@ from pallas_kernels.mosaic import route
 from pallas_kernels.tiles.layout import SPAN
 
 CACHES = ("dense", "kivi:bits=4", "innerq:bits=2", "kivi:bits=2")
-IMPLEMENTATIONS = ("jnp", "asm", "mosaic", "xla", "default", "interpreted")
+IMPLEMENTATIONS: dict[str, Implementation] = {
+    "jnp": Launch("jnp"),
+    "asm": Launch("asm"),
+    "mosaic": Launch("asm", route="mosaic"),
+    "xla": "xla",
+    "default": None,
+    "interpreted": Launch(interpret=True),
+}
 POINTS = ((32768, 16), (4096, 16), (32768, 64), (4096, 64), (32768, 1), (4096, 1))  # tokens, batch
 TRACED = "kivi:bits=4"  # the cache whose first program is traced
 STEPS, WARM_UPS = 4, 4  # steps of a sample, and runs that are no samples (one is traced)
@@ -81,19 +90,6 @@ def steps_program(
     return run
 
 
-def implementation_of(name: str) -> Implementation:
-    """Return the implementation as `decode_step` takes it."""
-    named: dict[str, Implementation] = {
-        "asm": Launch("asm"),
-        "jnp": Launch("jnp"),
-        "mosaic": Launch("asm", route="mosaic"),
-        "interpreted": Launch(interpret=True),
-        "xla": "xla",
-        "default": None,
-    }
-    return named[name]
-
-
 @dataclasses.dataclass
 class Program:
     """A compiled loop and the row it is timed for. needed: the bytes of its weights, cache and
@@ -118,7 +114,7 @@ def compiled(row: KernelRow, config: LlamaConfig, capacity: int) -> Program:
         return Program(row, capacity, needed)
     try:
         loop = (
-            jax.jit(steps_program(implementation_of(row.arithmetic), STEPS), donate_argnums=1)
+            jax.jit(steps_program(IMPLEMENTATIONS[row.arithmetic], STEPS), donate_argnums=1)
             .lower(*arguments)
             .compile()
         )
@@ -302,20 +298,6 @@ def argument_parser() -> argparse.ArgumentParser:
         help="a tiny model, interpreted kernels, on any device; not a measurement",
     )
     return parser
-
-
-def points_of(texts: Sequence[str]) -> list[tuple[int, int]]:
-    """Return (tokens, batch) of each TOKENS:BATCH.
-
-    Raises ValueError for another form.
-    """
-    points = []
-    for text in texts:
-        numbers = text.split(":")
-        if len(numbers) != 2 or not all(number.isdigit() and int(number) for number in numbers):
-            raise ValueError(f"{text!r} is no shape: write TOKENS:BATCH")
-        points.append((int(numbers[0]), int(numbers[1])))
-    return points
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -14,7 +14,6 @@ import argparse
 import dataclasses
 import os
 import pathlib
-import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -28,6 +27,7 @@ from benchmarks.gpu.device_timing import SHORT, Timing, bandwidth_samples
 from benchmarks.gpu.plans import PLANS, Case, Plans
 from benchmarks.gpu.report import GpuReport, KernelRow, one_line
 from benchmarks.gpu.timed_case import Entry, FatalError, entries_of, run_entries
+from benchmarks.progress import progress
 from benchmarks.report_file import arguments
 from pallas_kernels.launch import Launch
 
@@ -145,10 +145,6 @@ def summary(report: GpuReport, row: KernelRow) -> str:
         f"{ratio:6.2f}x" if ratio else "      -",
     ]
     return " ".join([*parts, "" if row.error is None else f"{row.error:.1e}", row.failure])
-
-
-def progress(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def argument_parser(

@@ -24,10 +24,11 @@ from jaxtyping import Array
 import kvq_jax as kvq
 from benchmarks.cpu.timing import Shape
 from benchmarks.gpu.compiling import THREADS, as_compiled, leave
-from benchmarks.gpu.decode_step import implementation_of
-from benchmarks.gpu.kernels import progress, said_wrong
+from benchmarks.gpu.decode_step import IMPLEMENTATIONS
+from benchmarks.gpu.kernels import said_wrong
 from benchmarks.gpu.random_model import random_cache, random_llama
 from benchmarks.gpu.report import GpuReport, KernelRow, one_line
+from benchmarks.progress import progress
 from benchmarks.report_file import arguments
 from kvq_jax.arrays.stored import load_body
 from kvq_models import LlamaConfig
@@ -160,7 +161,7 @@ def run(
 
     def compiled(program: tuple[str, str]) -> Any:
         spec, name = program
-        function = functools.partial(steps_program, implementation=implementation_of(name))
+        function = functools.partial(steps_program, implementation=IMPLEMENTATIONS[name])
         try:
             return (
                 jax.jit(function)

@@ -13,12 +13,13 @@ import jax
 
 from benchmarks.gpu.attention_candidates import shape_of, tuned_tasks
 from benchmarks.gpu.compiling import THREADS, leave
-from benchmarks.gpu.decode_step import points_of
 from benchmarks.gpu.device_timing import Timing
-from benchmarks.gpu.kernels import measure_bandwidth, progress, said_wrong, summary
+from benchmarks.gpu.kernels import measure_bandwidth, said_wrong, summary
 from benchmarks.gpu.plans import MAIN
 from benchmarks.gpu.report import GpuReport
 from benchmarks.gpu.timed_case import entries_of, run_entries
+from benchmarks.points import points_of
+from benchmarks.progress import progress
 from benchmarks.report_file import arguments
 from pallas_kernels.decode_attention.tuning import Tuning
 from pallas_kernels.launch import Launch

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 import time
 from collections.abc import Sequence
 
@@ -19,6 +18,7 @@ from benchmarks.machine_code.report import HEADER, Instructions, KernelReport
 from benchmarks.machine_code.target import TARGETS
 from benchmarks.machine_code.tools import missing
 from benchmarks.markdown import table
+from benchmarks.progress import progress
 from benchmarks.report_file import arguments
 
 WATCHED = (*CASES, *OTHER_CASES)
@@ -58,18 +58,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     work = [(case, TARGETS[name]) for case in cases for name in args.target]
     for i, (case, target) in enumerate(work):
         start = time.perf_counter()
-        print(
-            f"[{i + 1}/{len(work)}] {case.name} for {target.name}: compiling",
-            file=sys.stderr,
-            flush=True,
-        )
+        progress(f"[{i + 1}/{len(work)}] {case.name} for {target.name}: compiling")
         rows.append(case.measure(target))
         failures += case.failures(rows[-1])
-        print(
+        progress(
             f"    {rows[-1].instructions_per_element:.2f} per element,"
-            f" {time.perf_counter() - start:.1f} s",
-            file=sys.stderr,
-            flush=True,
+            f" {time.perf_counter() - start:.1f} s"
         )
     if args.json:
         Instructions.of(rows, ("benchmarks.machine_code", *arguments(argv))).write(args.json)

@@ -17,7 +17,6 @@ import dataclasses
 import functools
 import pathlib
 import re
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -33,6 +32,8 @@ from benchmarks.machine_code.target import H200, TARGETS, Target
 from benchmarks.machine_code.thunks import LAYERS, by_name, captured, of_a_layer, thunks
 from benchmarks.machine_code.tools import missing
 from benchmarks.markdown import head, table
+from benchmarks.points import points_of
+from benchmarks.progress import progress
 from benchmarks.report_file import Header, Report, arguments, header
 from kvq_jax.layer.plan import LayerPlan
 from kvq_models import decode_step
@@ -216,18 +217,6 @@ def _counted(launches: dict[str, int]) -> Iterator[str]:
     return (f"{count} {name}" if count > 1 else name for name, count in launches.items())
 
 
-def points_of(texts: Sequence[str]) -> list[tuple[int, int]]:
-    """Return (tokens, batch) of each TOKENS:BATCH.
-
-    Raises ValueError for another form.
-    """
-    if wrong := next(
-        (text for text in texts if not re.fullmatch(r"[1-9]\d*:[1-9]\d*", text)), None
-    ):
-        raise ValueError(f"{wrong!r} is no shape: write TOKENS:BATCH")
-    return [(int(tokens), int(batch)) for tokens, batch in (text.split(":") for text in texts)]
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.machine_code.launches",
@@ -263,11 +252,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         start, (spec, tokens, batch, target) = time.perf_counter(), case
         if case not in rows:
             rows[case] = measure(spec, batch, TARGETS[target], tokens)
-        print(
+        progress(
             f"{spec}, {tokens} x {batch}: {rows[case].total} launches,"
-            f" {time.perf_counter() - start:.0f} s",
-            file=sys.stderr,
-            flush=True,
+            f" {time.perf_counter() - start:.0f} s"
         )
         if options.json:
             ordered = sorted(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,6 +25,7 @@ from benchmarks.machine_code.stored import pools_of, tables
 from benchmarks.machine_code.target import BY_NAME, H200, Target
 from benchmarks.machine_code.tools import missing
 from benchmarks.markdown import table
+from benchmarks.progress import progress
 from kvq_jax.arrays.channel_groups import ChannelGroup
 from kvq_jax.attention.fused import block_writer
 from kvq_jax.layer.plan import LayerPlan
@@ -247,7 +247,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             line, broken = measure(kernel, BY_NAME[args.target])
             lines.append(line)
             failures += broken
-            print(" | ".join(line), file=sys.stderr, flush=True)
+            progress(" | ".join(line))
     print(table(("kernel", "GPU", "registers", "bytes spilled", "instructions"), lines))
     if failures:
         parser.exit(1, "\n".join(["limits broken:", *failures, ""]))

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import re
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import get_args
@@ -21,6 +20,7 @@ from benchmarks.machine_code.report import HEADER, Instructions, KernelReport, n
 from benchmarks.machine_code.target import BY_NAME
 from benchmarks.machine_code.tools import missing
 from benchmarks.markdown import table
+from benchmarks.progress import progress
 from benchmarks.report_file import arguments
 from pallas_kernels.launch import KernelRoute
 from pallas_kernels.mosaic import route as mosaic
@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for row, broken in _measured(args.case, args.route, args.target):
         rows.append(row)
         failures += broken
-        print(" | ".join(row.line()), file=sys.stderr, flush=True)
+        progress(" | ".join(row.line()))
         if args.json:
             Instructions.of(rows, command).write(args.json)
     if not rows:

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 import kvq_jax as kvq
 from benchmarks.model_names import shown
+from benchmarks.progress import progress
 from benchmarks.protocol import large_models
 from benchmarks.protocol.page import cells
 from benchmarks.protocol.plan import Plan, Wanted
@@ -103,10 +104,10 @@ class Bench:
         every = measured | set(rows)
         self.report = dataclasses.replace(self.report, planned=len(every))
         missing = [row for row in rows if row not in measured]
-        print(f"{len(rows)} rows, {len(missing)} to measure", file=sys.stderr, flush=True)
+        progress(f"{len(rows)} rows, {len(missing)} to measure")
         for group in _groups(missing):
             if hours is not None and time.monotonic() - started > 3600 * hours:
-                print(f"stopped after {hours:g} hours", file=sys.stderr, flush=True)
+                progress(f"stopped after {hours:g} hours")
                 return
             self._add(self.measured(group))
         if self.work.exists() and not self.report.partial:
@@ -117,11 +118,9 @@ class Bench:
         self.report.write(self.plan.json)
         for row in rows:
             kl = self.report.kl(row)
-            print(
+            progress(
                 f"{row.context:6d} {row.reading:8s} {row.spec:60s} KL {kl.value:.5f}"
-                f" {row.seconds:7.0f} s",
-                file=sys.stderr,
-                flush=True,
+                f" {row.seconds:7.0f} s"
             )
 
     def measured(self, group: Sequence[Wanted]) -> list[Row]:
@@ -175,7 +174,7 @@ class Bench:
         if self.plan.calibration is None:
             raise ValueError(f"{spec} learns from a text: give --calibration-text")
         name, text = self._tokens(*self.plan.calibration)
-        print(f"{spec}: calibrating on {name}", file=sys.stderr, flush=True)
+        progress(f"{spec}: calibrating on {name}")
         calibration = calibrate(
             self.llama,
             text.ids,

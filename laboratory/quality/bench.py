@@ -11,7 +11,6 @@ import hashlib
 import itertools
 import json
 import pathlib
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -22,6 +21,7 @@ from jaxtyping import Array, Int
 
 import kvq_jax as kvq
 from benchmarks.model_names import add_model, model_words, shown
+from benchmarks.progress import progress
 from benchmarks.report_file import COMMIT, from_json, header
 from kvq_jax.cache.paper_bits import paper_bits
 from kvq_jax.files.whole import delete_directory
@@ -157,11 +157,7 @@ class Bench:
         name = "other_calibration_text" if wanted.other_text else "calibration_text"
         sizes = {"samples": self.options.samples, "length": self.options.length}
         work = self.work / wanted.variant.replace(" ", "_") / name
-        print(
-            f"{wanted.cache}: calibrating on {self.texts[name][0].name}",
-            file=sys.stderr,
-            flush=True,
-        )
+        progress(f"{wanted.cache}: calibrating on {self.texts[name][0].name}")
         calibration = calibrate(
             llama, self.texts[name][1], spec, work=work, text=self.texts[name][0].name, **sizes
         )
@@ -171,11 +167,7 @@ class Bench:
         """Measure what the journal does not hold, a line of progress for each cache."""
         wanted = list(dict.fromkeys(wanted))
         missing = [one for one in wanted if one.key not in self.journal.rows]
-        print(
-            f"{len(wanted)} caches, {len(wanted) - len(missing)} of them measured before",
-            file=sys.stderr,
-            flush=True,
-        )
+        progress(f"{len(wanted)} caches, {len(wanted) - len(missing)} of them measured before")
         for _, alike in itertools.groupby(sorted(missing, key=_run_alike), key=_run_alike):
             remaining = list(alike)
             for at in range(0, len(remaining), TOGETHER):
@@ -190,7 +182,7 @@ class Bench:
         for (model, cache), one, quality in zip(candidates, wanted, qualities, strict=True):
             measured = _measured(cache, model, quality, self.options.window)
             self.journal.add(one.key, dataclasses.asdict(measured))
-            print(_progress(one, measured), file=sys.stderr, flush=True)
+            progress(_progress(one, measured))
         jax.clear_caches()  # programs of other caches are not needed again
 
     def measured(self, wanted: Wanted) -> Measured:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import pathlib
-import sys
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -21,6 +20,7 @@ from jaxtyping import Array, Float, Int
 
 import kvq_jax as kvq
 from benchmarks.markdown import bracket, head, table, with_interval
+from benchmarks.progress import progress
 from benchmarks.report_file import Report, from_json, header
 from kvq_models import Llama, prepare
 from kvq_models.calibration.fit import calibrate
@@ -153,11 +153,7 @@ def _measure(bench: Bench, name: str, caches: Sequence[str]) -> None:
             ),
         )
         bench.journal.add(_key(name, cache), dataclasses.asdict(row))
-        print(
-            f"weights {name:15s} {cache:20s} perplexity {row.perplexity:.3f}",
-            file=sys.stderr,
-            flush=True,
-        )
+        progress(f"weights {name:15s} {cache:20s} perplexity {row.perplexity:.3f}")
     jax.clear_caches()
 
 
@@ -181,7 +177,7 @@ def _kl(
 
 
 def _told(items: Sequence, message: str) -> Sequence:
-    print(f"{message}: {len(items)}", file=sys.stderr, flush=True)
+    progress(f"{message}: {len(items)}")
     return items
 
 

@@ -30,6 +30,7 @@ from jaxtyping import Array, Int
 import kvq_jax as kvq
 from benchmarks.markdown import head, table
 from benchmarks.model_names import model_words, shown
+from benchmarks.progress import progress
 from benchmarks.report_file import Report, header
 from kvq_models import Llama, load_llama, prepare
 from kvq_models.calibration.fit import calibrate
@@ -237,7 +238,7 @@ def run(options: argparse.Namespace) -> BiasReport:
                 for what, quality in dataclasses.asdict(getattr(found[-1], name)).items()
                 if quality
             )
-            print(f"{label:26s} {name}: KL {', '.join(kls)}", file=sys.stderr, flush=True)
+            progress(f"{label:26s} {name}: KL {', '.join(kls)}")
     return BiasReport(
         title="Key biases, and caches without them",
         **header(_command(options)),

@@ -17,7 +17,6 @@ import hashlib
 import itertools
 import json
 import pathlib
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -27,6 +26,7 @@ import numpy as np
 
 import kvq_jax as kvq
 from benchmarks.model_names import add_model, model_words, shown
+from benchmarks.progress import progress
 from benchmarks.report_file import COMMIT, from_json, header
 from kvq_jax.files.whole import delete_directory
 from kvq_models import Llama, load_llama, prepare
@@ -216,11 +216,7 @@ class Bench:
     def measure(self) -> None:
         """Ask every cache what full precision can do, a line of progress for each task and length;
         a prompt is read once for all caches."""
-        print(
-            f"{len(self.samples)} tasks and lengths, {len(self.caches)} caches",
-            file=sys.stderr,
-            flush=True,
-        )
+        progress(f"{len(self.samples)} tasks and lengths, {len(self.caches)} caches")
         models = (
             {cache: self._prepared(kvq.parse(cache)) for cache in self.caches}
             if any(map(self._missing, self.samples))
@@ -231,7 +227,7 @@ class Bench:
                 if self._missing(place):
                     started = time.perf_counter()
                     self._ask(models, *place)
-                    print(f"{time.perf_counter() - started:6.0f} s", file=sys.stderr, flush=True)
+                    progress(f"{time.perf_counter() - started:6.0f} s")
             jax.clear_caches()  # programs of this length are not needed again
 
     def _missing(self, place: tuple[str, int]) -> list[str]:
@@ -278,11 +274,7 @@ class Bench:
             scores = tuple(answer.scores["accuracy"] for answer in ordered)
             cell = Cell(cache, task, length, scores, COMMIT)
             self.journal.add(_key(name or cache, task, length), dataclasses.asdict(cell))
-            print(
-                f"{name or cache:40s} {task:12s} {length:6d} tokens  {cell.accuracy:7.1%}",
-                file=sys.stderr,
-                flush=True,
-            )
+            progress(f"{name or cache:40s} {task:12s} {length:6d} tokens  {cell.accuracy:7.1%}")
 
     def places(self, cache: str) -> Iterator[tuple[str, int]]:
         """Yield the tasks and lengths that a cache is asked: all for full precision."""
@@ -294,7 +286,7 @@ class Bench:
         if not needs(spec, self.llama.config):
             return prepare(self.llama, spec)
         text, content = self.texts["calibration_text"]
-        print(f"{spec}: calibrating on {text.name}", file=sys.stderr, flush=True)
+        progress(f"{spec}: calibrating on {text.name}")
         ids = np.asarray(self.prompts.tokenizer(content, verbose=False).input_ids, np.int32)
         sizes = {"samples": self.options.samples, "length": self.options.sample_length}
         return prepare(

@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import pathlib
-import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -28,6 +27,7 @@ from jaxtyping import Bool, Float, Int
 
 from benchmarks.markdown import head, table, with_interval
 from benchmarks.model_names import model_words, shown
+from benchmarks.progress import progress
 from benchmarks.report_file import Report, header
 from kvq_models import Llama, load_llama
 from kvq_tools.evaluation.intervals import Estimate, mean_interval
@@ -166,7 +166,7 @@ def run(options: argparse.Namespace) -> OutlierChannelsReport:
     for path in options.texts:
         tokens = first_tokens(tokenizer, path, options.tokens)[: windows * length]
         texts.append(channels_of(llama, tokens.reshape(windows, length), bases, path.name))
-        print(path.name, file=sys.stderr, flush=True)
+        progress(path.name)
     return OutlierChannelsReport(
         title=f"Outlier channels of keys from weights alone, {shown(options.model)}",
         **header(_command(options)),

@@ -21,7 +21,6 @@ import collections
 import dataclasses
 import functools
 import pathlib
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -31,6 +30,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 import kvq_jax as kvq
+from benchmarks.progress import progress
 from kvq_jax.methods.squat import subspace
 from kvq_jax.types.array_types import PositionsBT, ValidBT
 from kvq_models import Llama, Sampling, generate, load_llama
@@ -284,7 +284,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 inputs, prompt, options.rank, options.lam
             ):
                 errors_of[setting, rank, lam, layer].append(error)
-        print(f"window {window + 1} of {options.windows}", file=sys.stderr, flush=True)
+        progress(f"window {window + 1} of {options.windows}")
     return {
         "ranks": [rank for rank in RANKS if rank <= head_dim],
         "deviations": [

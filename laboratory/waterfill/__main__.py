@@ -14,13 +14,13 @@ import dataclasses
 import hashlib
 import pathlib
 import pickle
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from benchmarks.model_names import shown
+from benchmarks.progress import progress
 from benchmarks.protocol.code_text import code_text
 from benchmarks.report_file import Report, arguments, header
 from kvq_jax.files import whole
@@ -97,7 +97,7 @@ class Study:
         file = self._file("moments", text, (options.samples, options.length))
         if not file.is_file():
             ids = tokenized(self.tokenizer, "", text).ids
-            print("running the calibration samples", file=sys.stderr, flush=True)
+            progress("running the calibration samples")
             moments.save(moments.of_text(self.llama, ids, options.samples, options.length), file)
         return moments.load(file)
 
@@ -184,7 +184,7 @@ def run(options: argparse.Namespace) -> None:
 def _add(report: VariantsReport, row: VariantRow, file: pathlib.Path) -> VariantsReport:
     report = dataclasses.replace(report, rows=(*report.rows, row))
     report.write(file)
-    print(" | ".join(_line(report, row)), file=sys.stderr, flush=True)
+    progress(" | ".join(_line(report, row)))
     return report
 
 

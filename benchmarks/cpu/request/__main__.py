@@ -32,6 +32,7 @@ from benchmarks.cpu.request import plan, random_file
 from benchmarks.cpu.request.child import Request
 from benchmarks.cpu.request.plan import Cell
 from benchmarks.cpu.request.report import RequestReport, RequestRow, page
+from benchmarks.progress import progress
 from benchmarks.report_file import arguments, cores, header
 from kvq_jax.files import whole
 from kvq_models import load_llama, save_llama
@@ -137,7 +138,7 @@ class Run:
             if reason:
                 row = RequestRow(**dataclasses.asdict(cell), skipped=reason)
             else:
-                print(f"[{number}/{len(todo)}] {cell}", file=sys.stderr, flush=True)
+                progress(f"[{number}/{len(todo)}] {cell}")
                 warm = cell.system == plan.KVQ
                 row = measured(
                     cell, self.pythons[cell.system], self.request(cell), seconds, warm=warm
@@ -148,7 +149,7 @@ class Run:
                 f"first token {row.first_ms:.0f} ms, then {row.step_ms:.2f} ms a token,"
                 f" peak {row.peak_bytes / 1e6:.0f} MB"
             )
-            print(f"    {said}", file=sys.stderr, flush=True)
+            progress(f"    {said}")
             self.rows[cell] = row
             if options.json:
                 self.report().write(options.json)
