@@ -7,6 +7,7 @@ import time
 import jax
 import numpy as np
 
+import kvq_jax as kvq
 from benchmarks.cpu.timing import relative_error
 from benchmarks.hosts.host import STREAMS, Generated, Host, random_rows
 from benchmarks.hosts.report import CACHES, HOSTS_OWN, Adapter, Comparison, Step
@@ -38,7 +39,7 @@ def steps(host: Host, capacity: int, rounds: int) -> list[Step]:
     running, states, sizes, first = [], [], [], []
     for name in caches:
         step, state, cache = host.step(None if name == HOSTS_OWN else name, rows, capacity)
-        sizes.append(sum(leaf.nbytes for leaf in jax.tree.leaves(cache)))
+        sizes.append(kvq.size.nbytes(cache))
         logits, state = jax.block_until_ready(step(state))  # compiles
         running.append(step)
         states.append(state)

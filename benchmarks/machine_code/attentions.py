@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.machine_code.case import BATCH, GROUP, KV_HEADS, TOKENS, Case
-from benchmarks.machine_code.cases import INNER, OUTER
+from benchmarks.machine_code.cases import INNER, OUTER, grouped
 from benchmarks.machine_code.stored import (
     Stored,
     before_rope,
@@ -23,7 +23,7 @@ from benchmarks.machine_code.stored import (
 )
 from benchmarks.machine_code.target import Target
 from kvq_jax.arrays.channel_groups import ChannelGroup
-from kvq_jax.arrays.grouped_array import GroupedAxis, GroupFormat, Scheme
+from kvq_jax.arrays.grouped_array import GroupFormat, Scheme
 from pallas_kernels.decode_attention.kernel import decode_attention
 from pallas_kernels.decode_attention.lower_limits import LowerLimits
 from pallas_kernels.decode_attention.tuning import tuning_for
@@ -113,31 +113,20 @@ class Attention:
 
 
 def _innerq(bits: int, scheme: Scheme, *limits: float, **fields: Any) -> Attention:
-    sides = functools.partial(_grouped, bits, scheme, INNER)
+    sides = functools.partial(grouped, bits, scheme, INNER)
     return _attention(f"innerq, {bits}-bit {scheme}", sides, limits, fields)
 
 
 def _kivi(bits: int, *limits: float, **fields: Any) -> Attention:
-    sides = functools.partial(_grouped, bits, "asym", OUTER)
+    sides = functools.partial(grouped, bits, "asym", OUTER)
     return _attention(f"kivi, {bits}-bit", sides, limits, fields)
-
-
-def _grouped(
-    bits: int, scheme: Scheme, axes: tuple[GroupedAxis, GroupedAxis], channels: int
-) -> tuple[Stored, Stored]:
-    """Return uniform groups. `bits` of a code include its sign."""
-    magnitude = bits - (scheme in ("sym", "hybrid"))
-    keys, values = (
-        uniform(GroupFormat(magnitude, scheme, axis, 32, channels, 32), channels) for axis in axes
-    )
-    return keys, values
 
 
 def _before_rope(bits: int, *limits: float, **fields: Any) -> Attention:
     """Return the groups of KIVI over keys before RoPE."""
 
     def sides(channels: int) -> tuple[Stored, Stored]:
-        _, values = _grouped(bits, "asym", OUTER, channels)
+        _, values = grouped(bits, "asym", OUTER, channels)
         keys = before_rope(GroupFormat(bits, "asym", OUTER[0], 32, channels, 32), channels)
         return keys, values
 

@@ -11,6 +11,7 @@ import jax
 from benchmarks.machine_code.compile import compile_for
 from benchmarks.machine_code.limits import A100_LIMITS, NEWER, NEWER_LIMITS
 from benchmarks.machine_code.report import KernelReport, measure
+from benchmarks.machine_code.sass import Function, Loop, main_loop
 from benchmarks.machine_code.target import Target
 
 BATCH, KV_HEADS, GROUP, TOKENS = 16, 8, 4, 16384  # Llama 3.1 8B
@@ -27,14 +28,15 @@ class Case:
     build: makes the function to compile and its arguments, trees of jax.ShapeDtypeStruct.
     kernel: a regular expression for the whole name of the kernel in it.
     elements_per_iteration: cached elements that a block reads in one iteration of the main loop, K
-        and V together.
+        and V together, or in all if the kernel has no loop.
     stored_bits: bits of one cached element, with scales and zero points.
     cap_instructions, cap_alu: limits per cached element.
     min_share: least share of the memory limit if every issue slot were filled.
     cap_spill_bytes: limit for a thread in the whole kernel. A few bytes outside of the loop cost
         nothing.
     mma_columns: query heads, padded, that each cached element is multiplied with, or None if a warp
-        repeats work.
+        repeats work or a kernel multiplies no matrices.
+    part: returns the instructions that are counted.
     """
 
     name: str
@@ -49,6 +51,7 @@ class Case:
     loop_spills_allowed: bool = False
     cap_spill_bytes: int = 64
     mma_columns: float | None = 8
+    part: Callable[[Function], Loop] = main_loop
 
     def measure(self, target: Target) -> KernelReport:
         """Compile the case and measure its kernel, which takes seconds."""
@@ -60,6 +63,7 @@ class Case:
             target,
             elements_per_iteration=self.elements_per_iteration,
             stored_bits=self.stored_bits,
+            part=self.part,
         )
 
     def failures(self, report: KernelReport) -> list[str]:

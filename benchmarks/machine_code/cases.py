@@ -21,14 +21,6 @@ from pallas_kernels.launch import Arithmetic, Launch
 
 
 def attention_case(
-    name: str, k: GroupFormat | None, v: GroupFormat | None, channels: int, **limits: Any
-) -> Case:
-    """Return decode attention with these formats (None: unquantized rows in bfloat16), tuned as it
-    runs."""
-    return _attention(name, uniform(k, channels), uniform(v, channels), channels, **limits)
-
-
-def _attention(
     name: str,
     k: Stored,
     v: Stored,
@@ -38,7 +30,8 @@ def _attention(
     queries: int = GROUP,
     **limits: Any,
 ) -> Case:
-    """Return decode attention over these arrays. queries: query heads of each KV head."""
+    """Return decode attention over these arrays, tuned as it runs. queries: query heads of each KV
+    head."""
     (k_reader, k_stored, k_bits), (v_reader, v_stored, v_bits) = k, v
     columns = max(8, queries)
     tuning = tuning_for(k_reader, v_reader, columns, TOKENS, arithmetic == "asm")
@@ -81,39 +74,32 @@ INNER: tuple[GroupedAxis, GroupedAxis] = (
 OUTER: tuple[GroupedAxis, GroupedAxis] = ("tokens", "channels")
 
 
-def _formats(
+def grouped(
     bits: int, scheme: Scheme, axes: tuple[GroupedAxis, GroupedAxis], channels: int
-) -> tuple[GroupFormat, GroupFormat]:
-    k, v = (GroupFormat(bits, scheme, axis, 32, channels, 32) for axis in axes)
+) -> tuple[Stored, Stored]:
+    """Return keys and values in uniform groups. `bits` of a code include its sign."""
+    magnitude = bits - (scheme != "asym")
+    k, v = (
+        uniform(GroupFormat(magnitude, scheme, axis, 32, channels, 32), channels) for axis in axes
+    )
     return k, v
 
 
 def _innerq(bits: int, scheme: Scheme, channels: int, **limits: Any) -> Case:
-    """Return InnerQ's case. `bits` of a code include the sign."""
-    magnitude = bits - (scheme != "asym")
-    return attention_case(
-        f"innerq, {bits}-bit {scheme}",
-        *_formats(magnitude, scheme, INNER, channels),
-        channels,
-        **limits,
-    )
+    k, v = grouped(bits, scheme, INNER, channels)
+    return attention_case(f"innerq, {bits}-bit {scheme}", k, v, channels, **limits)
 
 
 def _kivi(bits: int, channels: int, **limits: Any) -> Case:
-    return attention_case(
-        f"kivi, {bits}-bit", *_formats(bits, "asym", OUTER, channels), channels, **limits
-    )
+    k, v = grouped(bits, "asym", OUTER, channels)
+    return attention_case(f"kivi, {bits}-bit", k, v, channels, **limits)
 
 
 def _kivi_before_rope(arithmetic: Arithmetic, **limits: Any) -> Case:
-    k, v = _formats(4, "asym", OUTER, 128)
-    return _attention(
-        "kivi, 4-bit, before RoPE",
-        before_rope(k, 128),
-        uniform(v, 128),
-        128,
-        arithmetic=arithmetic,
-        **limits,
+    keys = before_rope(GroupFormat(4, "asym", OUTER[0], 32, 128, 32), 128)
+    _, values = grouped(4, "asym", OUTER, 128)
+    return attention_case(
+        "kivi, 4-bit, before RoPE", keys, values, 128, arithmetic=arithmetic, **limits
     )
 
 
@@ -126,7 +112,7 @@ def _nuq(bits: int, percent: int, channels: int, pre_rope: bool = True, **limits
     k = tables(bits, channels, None, pools[0], pre_rope)
     v = tables(bits, channels, ChannelGroup(KV_HEADS, channels), pools[1])
     name = f"nuq{bits}{f'-{percent}%' if percent else ''}, {'before' if pre_rope else 'after'} RoPE"
-    return _attention(name, k, v, channels, **limits)
+    return attention_case(name, k, v, channels, **limits)
 
 
 def _waterfill(
@@ -149,7 +135,7 @@ def _waterfill(
     columns = (
         8 * (2 * k_share + 2 + v_share) / 2
     )  # keys that are stored, and all means, meet the queries and their partners
-    return _attention(
+    return attention_case(
         f"waterfill, {bits} bits",
         k,
         v,
@@ -162,16 +148,14 @@ def _waterfill(
 
 def _products(
     name: str,
-    formats: tuple[GroupFormat, GroupFormat],
+    sides: tuple[Stored, Stored],
     channels: int,
     of_scores: Limits,
     of_values: Limits,
     arithmetic: Arithmetic = "asm",
 ) -> tuple[Case, Case]:
     """Return the two matrix-vector products by themselves: q K^T, p V."""
-    (k_reader, k_stored, k_bits), (v_reader, v_stored, v_bits) = (
-        uniform(format, channels) for format in formats
-    )
+    (k_reader, k_stored, k_bits), (v_reader, v_stored, v_bits) = sides
     launch = Launch(arithmetic)
 
     def scores() -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -210,6 +194,7 @@ def _products(
     )
 
 
+DENSE = uniform(None, 128), uniform(None, 128)  # keys, values: unquantized rows in bfloat16
 # Caps are 8 % above the larger count of the two targets with JAX 0.10.2 and ptxas 13.5: counts move
 # with the compiler.
 CASES: tuple[Case, ...] = (
@@ -252,7 +237,7 @@ CASES: tuple[Case, ...] = (
     _nuq(2, 1, 128, **slow_limits(4.77, 2.13, 0.43, 221)),
     _nuq(3, 1, 128, **slow_limits(5.35, 2.51, 0.54, 590)),
     _nuq(4, 1, 128, **slow_limits(7.06, 3.81, 0.49)),
-    _attention(
+    attention_case(
         "nf4, groups of 64",
         tables(4, 128, ChannelGroup(1, 64)),
         tables(4, 128, ChannelGroup(1, 64)),
@@ -263,7 +248,7 @@ CASES: tuple[Case, ...] = (
     _waterfill("4", "65544332", "65544322", 128, **slow_limits(8.0, 3.45, 0.43)),
     _waterfill("2.5", "54332110", "54332110", 64, **slow_limits(9.33, 3.73, 0.23)),
     _waterfill("4", "65544322", "65544322", 64, **slow_limits(10.64, 4.81, 0.32)),
-    attention_case("dense, bf16", None, None, 128, **usual_limits(1.4, 0.5, 1.0)),
+    attention_case("dense, bf16", *DENSE, 128, **usual_limits(1.4, 0.5, 1.0)),
     # The default arithmetic.
     _innerq(2, "sym", 128, arithmetic="jnp", **slow_limits(2.46, 0.91, 0.89, 186)),
     _innerq(
@@ -289,31 +274,31 @@ CASES: tuple[Case, ...] = (
         4, 0, 128, pre_rope=False, arithmetic="jnp", **usual_limits(16.03, 14.64, 0.11, waits=True)
     ),
     _waterfill("2.5", "54332210", "54332110", 128, "jnp", **slow_limits(9.53, 3.78, 0.22)),
-    attention_case("dense, bf16", None, None, 128, arithmetic="jnp", **usual_limits(1.4, 0.5, 1.0)),
+    attention_case("dense, bf16", *DENSE, 128, arithmetic="jnp", **usual_limits(1.4, 0.5, 1.0)),
     *_products(
         "innerq 2-bit sym",
-        _formats(1, "sym", INNER, 128),
+        grouped(2, "sym", INNER, 128),
         128,
         usual_limits(2.03, 1.1, 1.0, waits=True),
         usual_limits(2.22, 1.1, 1.0),
     ),
     *_products(
         "innerq 2-bit asym",
-        _formats(2, "asym", INNER, 128),
+        grouped(2, "asym", INNER, 128),
         128,
         usual_limits(2.42, 0.87, 1.0, waits=True),
         usual_limits(2.28, 0.84, 1.0),
     ),
     *_products(
         "kivi 2-bit",
-        _formats(2, "asym", OUTER, 128),
+        grouped(2, "asym", OUTER, 128),
         128,
         slow_limits(2.93, 0.96, 0.94, 286),
         usual_limits(2.24, 0.82, 1.0),
     ),
     *_products(
         "innerq 2-bit asym",
-        _formats(2, "asym", INNER, 128),
+        grouped(2, "asym", INNER, 128),
         128,
         usual_limits(2.68, 0.89, 0.96, waits=True),
         usual_limits(3.07, 1.13, 0.84),
@@ -321,7 +306,7 @@ CASES: tuple[Case, ...] = (
     ),
     *_products(
         "kivi 2-bit",
-        _formats(2, "asym", OUTER, 128),
+        grouped(2, "asym", OUTER, 128),
         128,
         slow_limits(3.54, 1.11, 0.73),
         slow_limits(3.01, 0.99, 0.86),
@@ -329,7 +314,7 @@ CASES: tuple[Case, ...] = (
     ),
     *_products(
         "kivi 4-bit",
-        _formats(4, "asym", OUTER, 128),
+        grouped(4, "asym", OUTER, 128),
         128,
         usual_limits(2.68, 1.1, 1.0),
         usual_limits(2.32, 1.1, 1.0),

@@ -211,8 +211,7 @@ def measure(kernel: StepKernel, target: Target) -> tuple[tuple[str, ...], list[s
     assembly = assemble(found.ptx, found.name, target.architecture)
     memory = program.compiled.memory_analysis()
     assert memory is not None
-    leaves = jax.tree.leaves([arguments[i] for i in updated])
-    in_place = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    in_place = kvq.size.nbytes([arguments[i] for i in updated])
     failures = []
     cap = kernel.cap_spill_bytes
     if assembly.spill_bytes > cap:

@@ -9,25 +9,19 @@ registers.
 from __future__ import annotations
 
 import collections
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks.machine_code.case import BATCH, GROUP, KV_HEADS, TOKENS, Case
+from benchmarks.machine_code.case import KV_HEADS, Case
 from benchmarks.machine_code.cases import OUTER, attention_case
-from benchmarks.machine_code.compile import compile_for
-from benchmarks.machine_code.limits import Limits
-from benchmarks.machine_code.report import KernelReport, measure
+from benchmarks.machine_code.limits import slow_limits, usual_limits
 from benchmarks.machine_code.sass import Function, Loop, loops
 from benchmarks.machine_code.stored import polar, uniform
-from benchmarks.machine_code.target import Target
 from kvq_jax.arrays.grouped_array import GroupFormat, Scheme
 from kvq_jax.codecs.kernel_readers import grouped
-from pallas_kernels.decode_attention.kernel import decode_attention
-from pallas_kernels.decode_attention.tuning import tuning_for
 from pallas_kernels.launch import Arithmetic, Launch
 from pallas_kernels.quantize.kernel import quantize_rows
 from pallas_kernels.readers.grouped import GroupedReader
@@ -43,61 +37,21 @@ def _polar(
     value_bits: int | None = None,
     **limits: Any,
 ) -> Case:
-    """Return attention to keys in polar form, tuned as it runs.
+    """Return attention to keys in polar form.
 
     size: tokens of a group.
     value_bits: bits of KIVI's values, or None for full precision.
     """
-    keys, k_stored, k_bits = polar(angle, radius, size, channels)
-    value_format = value_bits and GroupFormat(value_bits, "asym", "channels", 32, channels, 32)
-    values, v_stored, v_bits = uniform(value_format or None, channels)
-
-    def build() -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        def attend(q: jax.Array, k: list[jax.Array], v: list[jax.Array], limits: jax.Array) -> Any:
-            return decode_attention(
-                q, (keys, k), (values, v), limits, capacity=TOKENS, launch=Launch(arithmetic)
-            )
-
-        q = jax.ShapeDtypeStruct((BATCH, KV_HEADS, GROUP, channels), jnp.float32)
-        return attend, (q, k_stored, v_stored, jax.ShapeDtypeStruct((BATCH,), jnp.int32))
-
+    format = value_bits and GroupFormat(value_bits, "asym", "channels", 32, channels, 32)
     kind = "exact" if value_bits is None else f"{value_bits}-bit"
-    name = f"polar {angle}+{radius}, groups of {size}, {kind} values, H {channels}, {arithmetic}"
-    tile = tuning_for(keys, values, max(8, GROUP), TOKENS, arithmetic == "asm").tile
-    return Case(
-        name,
-        build,
-        "decode_attention",
-        tile * 2 * channels,
-        (k_bits + v_bits) / 2,
-        plain_loads_allowed=True,
+    return attention_case(
+        f"polar {angle}+{radius}, groups of {size}, {kind} values",
+        polar(angle, radius, size, channels),
+        uniform(format or None, channels),
+        channels,
+        arithmetic=arithmetic,
         **limits,
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class WholeKernel(Case):
-    """A kernel without a loop.
-
-    Its count is the shortest way through it, the way of finite entries: others take longer
-    branches. elements_per_iteration: elements that a block reads.
-    """
-
-    mma_columns: int | None = None
-
-    def measure(self, target: Target) -> KernelReport:
-        """Compile and measure the kernel. Raises ValueError if it has a loop."""
-        function, arguments = self.build()
-        kernel = compile_for(target, function, arguments).kernel(self.kernel)
-        elements, bits = self.elements_per_iteration, self.stored_bits
-        return measure(
-            self.name,
-            kernel,
-            target,
-            elements_per_iteration=elements,
-            stored_bits=bits,
-            part=straight,
-        )
 
 
 def straight(function: Function) -> Loop:
@@ -134,7 +88,8 @@ def shortest_way(function: Function) -> tuple[int, ...]:
 
 def _quantizer(bits: int, scheme: Scheme, **limits: Any) -> Case:
     """Return the quantizer and packer of 16-bit rows, groups of 32 channels. "Stored" bits are
-    those moved: element read, code written."""
+    those moved: element read, code written. It has no loop: its count is the shortest way through
+    it, the way of finite entries. Others take longer branches."""
     channels, tokens = 128, 1024
     format = GroupFormat(bits, scheme, "channels", 32, channels, SPAN)
     reader = grouped(format)
@@ -146,14 +101,14 @@ def _quantizer(bits: int, scheme: Scheme, **limits: Any) -> Case:
         return lambda rows: quantize_rows(rows, reader, scheme, bits, launch=Launch("asm")), (rows,)
 
     name = f"quantize, {format.code_bits}-bit {scheme}, groups of channels, H {channels}, asm"
-    return WholeKernel(
+    return Case(
         name,
         build,
         f"quantize_{scheme}_channels",
         SPAN * channels,
         moved,
-        plain_loads_allowed=True,
-        loop_spills_allowed=True,
+        mma_columns=None,
+        part=straight,
         **limits,
     )
 
@@ -161,43 +116,31 @@ def _quantizer(bits: int, scheme: Scheme, **limits: Any) -> Case:
 def _kivi(bits: int, size: int, channels: int = 128, **limits: Any) -> Case:
     """Return KIVI's case with keys in groups of more tokens than a span."""
     k, v = (
-        GroupFormat(bits, "asym", axis, size if axis == "tokens" else 32, channels, size)
+        uniform(
+            GroupFormat(bits, "asym", axis, size if axis == "tokens" else 32, channels, size),
+            channels,
+        )
         for axis in OUTER
     )
-    return attention_case(
-        f"kivi, {bits}-bit, groups of {size} tokens",
-        k,
-        v,
-        channels,
-        plain_loads_allowed=True,
-        **limits,
-    )
-
-
-def _limits(instructions: float, alu: float, share: float, spill_bytes: int = 64) -> Limits:
-    return {
-        "cap_instructions": instructions,
-        "cap_alu": alu,
-        "min_share": share,
-        "cap_spill_bytes": spill_bytes,
-    }
+    name = f"kivi, {bits}-bit, groups of {size} tokens"
+    return attention_case(name, k, v, channels, **limits)
 
 
 # Caps are 8 % above the counts, as in cases.py.
 OTHER_CASES: tuple[Case, ...] = (
-    _polar(4, 4, 128, "asm", **_limits(4.18, 1.05, 1.0)),
-    _polar(4, 4, 128, "jnp", **_limits(10.68, 1.7, 0.81)),
-    _polar(4, 4, 32, "asm", **_limits(4.15, 1.01, 1.0)),
-    _polar(4, 2, 64, "asm", **_limits(4.61, 1.26, 1.0)),
-    _polar(4, 2, 64, "jnp", **_limits(11.47, 2.27, 0.73)),
-    _polar(4, 4, 128, "asm", 256, **_limits(4.56, 1.13, 1.0)),
-    _polar(4, 4, 128, "jnp", 256, **_limits(11.16, 1.96, 0.78)),
-    _polar(4, 4, 128, "asm", value_bits=4, **_limits(5.01, 1.41, 0.79)),
-    _polar(4, 4, 128, "jnp", value_bits=4, **_limits(12.35, 2.0, 0.32)),
-    _kivi(2, 64, **_limits(2.73, 0.95, 0.86)),
-    _kivi(2, 128, **_limits(2.47, 0.88, 0.91)),
-    _kivi(4, 128, **_limits(2.66, 0.9, 1.0)),
-    _quantizer(2, "sym", **_limits(17.9, 6.35, 0.94)),
-    _quantizer(2, "asym", **_limits(15.4, 4.07, 1.0)),
-    _quantizer(2, "hybrid", **_limits(36.1, 7.31, 0.48, 130)),
+    _polar(4, 4, 128, "asm", **usual_limits(4.18, 1.05, 1.0, waits=True)),
+    _polar(4, 4, 128, "jnp", **usual_limits(10.68, 1.7, 0.81, waits=True)),
+    _polar(4, 4, 32, "asm", **usual_limits(4.15, 1.01, 1.0, waits=True)),
+    _polar(4, 2, 64, "asm", **usual_limits(4.61, 1.26, 1.0, waits=True)),
+    _polar(4, 2, 64, "jnp", **usual_limits(11.47, 2.27, 0.73, waits=True)),
+    _polar(4, 4, 128, "asm", 256, **usual_limits(4.56, 1.13, 1.0, waits=True)),
+    _polar(4, 4, 128, "jnp", 256, **usual_limits(11.16, 1.96, 0.78, waits=True)),
+    _polar(4, 4, 128, "asm", value_bits=4, **usual_limits(5.01, 1.41, 0.79, waits=True)),
+    _polar(4, 4, 128, "jnp", value_bits=4, **usual_limits(12.35, 2.0, 0.32, waits=True)),
+    _kivi(2, 64, **usual_limits(2.73, 0.95, 0.86, waits=True)),
+    _kivi(2, 128, **usual_limits(2.47, 0.88, 0.91, waits=True)),
+    _kivi(4, 128, **usual_limits(2.66, 0.9, 1.0, waits=True)),
+    _quantizer(2, "sym", **slow_limits(17.9, 6.35, 0.94)),
+    _quantizer(2, "asym", **slow_limits(15.4, 4.07, 1.0)),
+    _quantizer(2, "hybrid", **slow_limits(36.1, 7.31, 0.48, 130)),
 )

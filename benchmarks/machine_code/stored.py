@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import math
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+import kvq_jax as kvq
 from benchmarks.machine_code.case import BATCH, KV_HEADS, TOKENS
 from kvq_jax.arrays import grouped_array, polar_array, sparse_outliers
 from kvq_jax.arrays.channel_groups import ChannelGroup
@@ -28,6 +29,11 @@ Stored = tuple[
 ]  # reader, stored arrays, stored bits of one element
 
 
+def _bits(arrays: Iterable[jax.ShapeDtypeStruct], channels: int) -> float:
+    """Return the bits of an element of rows of so many channels that these arrays hold."""
+    return 8 * kvq.size.nbytes(list(arrays)) / (BATCH * KV_HEADS * TOKENS * channels)
+
+
 def uniform(format: GroupFormat | None, channels: int) -> Stored:
     """Return groups of uniform codes, or unquantized rows."""
     if format is None:
@@ -42,8 +48,7 @@ def uniform(format: GroupFormat | None, channels: int) -> Stored:
             for leaf in jax.tree.leaves(grouped_array.specs(format, BATCH, KV_HEADS, TOKENS))
         ]
     assert isinstance(reader, Reader), reader
-    stored_bytes = sum(math.prod(array.shape) * array.dtype.itemsize for array in stored)
-    return reader, stored, 8 * stored_bytes / (BATCH * KV_HEADS * TOKENS * channels)
+    return reader, stored, _bits(stored, channels)
 
 
 def tables(
@@ -72,12 +77,10 @@ def tables(
     if pool is not None:
         outliers = sparse_outliers.specs(BATCH, KV_HEADS, TOKENS, pool, "float16")
         shapes += [(leaf.shape, leaf.struct.dtype) for leaf in jax.tree.leaves(outliers)]
-    stored_bytes = sum(
-        math.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in shapes if len(shape) > 2
-    )
     shapes += [((channels // 2,), jnp.float32), ((), jnp.float32)] if pre_rope else []
     structs = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
-    return reader, structs, 8 * stored_bytes / (BATCH * KV_HEADS * TOKENS * channels)
+    of_tokens = (struct for struct in structs if len(struct.shape) > 2)
+    return reader, structs, _bits(of_tokens, channels)
 
 
 def pools_of(percent: int, channels: int) -> tuple[Pool, Pool]:
@@ -114,8 +117,7 @@ def polar(angle_bits: int, radius_bits: int, group: int, channels: int) -> Store
     assert isinstance(reader, Reader), reader
     specs = polar_array.specs(format, BATCH, KV_HEADS, TOKENS)
     stored = [leaf.struct for leaf in jax.tree.leaves(specs)]
-    stored_bytes = sum(math.prod(array.shape) * array.dtype.itemsize for array in stored)
-    return reader, stored, 8 * stored_bytes / (BATCH * KV_HEADS * TOKENS * channels)
+    return reader, stored, _bits(stored, channels)
 
 
 def runs(widths: str, channels: int, *, keys: bool, eigen: bool = False) -> Stored:
@@ -131,19 +133,17 @@ def runs(widths: str, channels: int, *, keys: bool, eigen: bool = False) -> Stor
     reader = kernel_readers.runs(layouts, channels, pre_rope=keys, synthesis=eigen)
     assert isinstance(reader, Reader), reader
     f, row = jnp.float32, (KV_HEADS, channels)
-    shapes: list[tuple[tuple[int, ...], Any]] = [
-        ((BATCH, KV_HEADS, TOKENS // layout.slots, layout.words(bits)), jnp.int16)
+    stored = [
+        jax.ShapeDtypeStruct(
+            (BATCH, KV_HEADS, TOKENS // layout.slots, layout.words(bits)), jnp.int16
+        )
         for layout in layouts
         for bits in layout.sets
     ]
-    shapes.append(((BATCH, KV_HEADS, TOKENS), jnp.int8))
-    stored_bytes = sum(math.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in shapes)
+    stored.append(jax.ShapeDtypeStruct((BATCH, KV_HEADS, TOKENS), jnp.int8))
     in_pairs = [(row, jnp.int32), (row, f), (row, f)]
     in_eigenbasis = [((*row, channels), f), (row, f)]
     rope = [((channels // 2,), f), ((), f)] if keys else []
-    shapes += [((8,), f), *(in_pairs if keys and not eigen else in_eigenbasis), *rope]
-    return (
-        reader,
-        [jax.ShapeDtypeStruct(*shape) for shape in shapes],
-        8 * stored_bytes / (BATCH * KV_HEADS * TOKENS * channels),
-    )
+    shared = [((8,), f), *(in_pairs if keys and not eigen else in_eigenbasis), *rope]
+    structs = [*stored, *(jax.ShapeDtypeStruct(*shape) for shape in shared)]
+    return reader, structs, _bits(stored, channels)
