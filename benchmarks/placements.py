@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import pathlib
-from collections.abc import Iterator
 
 import kvq_jax as kvq
 from benchmarks.llama_8b import llama_config
@@ -60,38 +59,28 @@ def row(model: str, size: tuple[int, str, int], cache: str) -> tuple[str, ...]:
         share.parameter_bytes + share.working_bytes,
         share.total_bytes,
     )
-    fits, step = (
-        "yes" if share.fits else "no",
-        (
-            f"{share.read_bytes / 1e9:.1f}",
-            str(share.collectives),
-            f"{share.milliseconds:.1f}",
-        ),
-    )
     return (
         model,
         f"{count}{unit} x {batch}",
         f"`{cache}`",
         share.placement,
         *(f"{size / 1e9:.1f}" for size in parts),
-        fits,
-        *step,
+        "yes" if share.fits else "no",
+        f"{share.read_bytes / 1e9:.1f}",
+        str(share.collectives),
+        f"{share.milliseconds:.1f}",
     )
-
-
-def rows() -> Iterator[tuple[str, ...]]:
-    """Yield the rows of the table."""
-    yield from (row(model, size, cache) for model in MODELS for size in SIZES for cache in CACHES)
 
 
 def main() -> None:
     argparse.ArgumentParser(
         prog="python -m benchmarks.placements", description=(__doc__ or "").partition("\n")[0]
     ).parse_args()
+    rows = (row(model, size, cache) for model in MODELS for size in SIZES for cache in CACHES)
     text = PAGE.read_text()
     begin = text.index("| model | context x batch |")
     end = text.index("\n\n", begin)
-    whole.write(PAGE, text[:begin] + table(HEAD, rows()) + text[end:])
+    whole.write(PAGE, text[:begin] + table(HEAD, rows) + text[end:])
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ from kvq_models.inference.engine.requests import Ended, Request, Token
 from kvq_models.inference.sampling import Sampling
 from kvq_tools.evaluation.journal import Journal
 from kvq_tools.evaluation.program_memory import mappings
-from laboratory.soak import COMPILED, LINES
+from laboratory.soak import COMPILED, spaced
 from laboratory.study import run_study, study_parser
 
 CACHE = "kivi:bits=2,recent=32,block=32"
@@ -249,11 +249,8 @@ def page(report: ServingSoakReport, file: pathlib.Path) -> str:
         "compiled later",
         "different",
     )
-    chosen = [
-        report.samples[i]
-        for i in sorted({round(i * (len(report.samples) - 1) / (LINES - 1)) for i in range(LINES)})
-    ]
-    return "\n\n".join([*head(report, file, said, wrong), table(names, map(_line, chosen))])
+    lines = map(_line, spaced(report.samples))
+    return "\n\n".join([*head(report, file, said, wrong), table(names, lines)])
 
 
 def _line(sample: ServedSample) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ import functools
 import pathlib
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +49,7 @@ ROUNDS = (
 LINES = 12  # of the page's table
 COMPILED = "/jax/core/compile/backend_compile_duration"
 Digest = UInt32[Array, ""]
+S = TypeVar("S")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,11 +289,14 @@ def page(report: SoakReport, file: pathlib.Path) -> str:
         "compared",
         "different",
     )
-    chosen = [
-        report.samples[i]
-        for i in sorted({round(i * (len(report.samples) - 1) / (LINES - 1)) for i in range(LINES)})
-    ]
-    return "\n\n".join([*head(report, file, said, *wrong), table(names, map(_line, chosen))])
+    lines = map(_line, spaced(report.samples))
+    return "\n\n".join([*head(report, file, said, *wrong), table(names, lines)])
+
+
+def spaced(samples: Sequence[S]) -> list[S]:
+    """Return LINES of the samples, or all if there are fewer, at equal distances."""
+    places = {round(i * (len(samples) - 1) / (LINES - 1)) for i in range(LINES)}
+    return [samples[i] for i in sorted(places)]
 
 
 def _line(sample: Sample) -> tuple[str, ...]:

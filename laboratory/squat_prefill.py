@@ -15,17 +15,19 @@ import numpy as np
 from jaxtyping import Array
 
 import kvq_jax as kvq
+from benchmarks.cpu.attention import attended
 from benchmarks.cpu.timing import (
     Candidate,
     Shape,
+    add_heads,
     argument_parser,
+    layer_plan,
     parsed,
     relative_error,
     run,
+    shapes_of,
 )
 from benchmarks.report_file import arguments
-from kvq_jax.attention import reference
-from kvq_jax.cache.cache import CacheDims
 from kvq_jax.cache.update import decode_layer, prefill_layer
 from kvq_jax.layer.plan import LayerPlan, LayerState
 from kvq_jax.types.rope import rotate
@@ -35,10 +37,7 @@ CACHES = ("kivi", "squat", "squat:rank=60,block_channels=32", "kivi:pre_rope=tru
 
 def candidate(shape: Shape, spec: str) -> Candidate:
     """Return one layer that takes a prompt of `tokens` tokens in each row, from empty."""
-    heads = shape.kv_heads * shape.group
-    dims = CacheDims(1, heads, shape.kv_heads, shape.head_dim, heads * shape.head_dim)
-    cache = kvq.parse(spec)
-    plan = cache.layer(0, dims, shape.tokens + cache.block, "float32")
+    plan = layer_plan(shape, spec)
 
     @jax.jit
     def prefill(state: LayerState, inputs: kvq.types.LayerInputs) -> tuple[Array, LayerState]:
@@ -52,7 +51,7 @@ def candidate(shape: Shape, spec: str) -> Candidate:
         spec,
         "float32",
         lambda: jax.block_until_ready(program(empty, prompt)),
-        _error(plan, state, _inputs(shape, shape.tokens, 1)),
+        relative_error(*_decoded(plan, state, _inputs(shape, shape.tokens, 1))),
         kvq.size.nbytes(state),
         program.memory_analysis(),
     )
@@ -65,15 +64,7 @@ def _decoded(
     """Return (attention of one more token, the same by its definition over the rows that the cache
     stands for)."""
     out, state, _ = decode_layer(plan, (), state, inputs, ())
-    lengths = inputs.positions[:, 0] + 1
-    k, v = reference.decode_vectors(plan, (), state, lengths, inputs.rope)
-    return out, reference.attend(
-        inputs.q_rot, k, v, jnp.arange(k.shape[2])[None, None] < lengths[:, None, None]
-    )
-
-
-def _error(plan: LayerPlan, state: LayerState, inputs: kvq.types.LayerInputs) -> float:
-    return relative_error(*_decoded(plan, state, inputs))
+    return out, attended(plan, (), state, inputs, inputs.rope)
 
 
 def _inputs(shape: Shape, start: int, tokens: int) -> kvq.types.LayerInputs:
@@ -106,26 +97,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.prog, parser.epilog = "python -m laboratory.squat_prefill", None
     parser.set_defaults(cache=CACHES)
-    parser.add_argument(
-        "--head-dim", type=int, nargs="+", default=(128,), metavar="H", help="channels of a head"
-    )
-    parser.add_argument("--kv-heads", type=int, default=8, metavar="K", help="KV heads")
-    parser.add_argument(
-        "--group", type=int, default=4, metavar="G", help="query heads for each KV head"
-    )
+    add_heads(parser, (128,))
     args = parsed(parser, argv)
-    shapes = [
-        Shape(b, n, h, args.kv_heads, args.group)
-        for h in args.head_dim
-        for b in args.batch
-        for n in args.tokens
-    ]
     command = ("laboratory.squat_prefill", *arguments(argv))
     title = "Prefill of one layer with SQuat"
     report = run(
         title,
         command,
-        shapes,
+        shapes_of(args),
         lambda shape: [candidate(shape, spec) for spec in args.cache],
         args.rounds,
     )

@@ -24,18 +24,20 @@ import kvq_jax as kvq
 from benchmarks.cpu.timing import (
     Candidate,
     Shape,
+    add_heads,
     argument_parser,
     first_row,
+    layer_plan,
     parsed,
     random_layer,
     random_parameters,
     relative_error,
     run,
+    shapes_of,
 )
 from benchmarks.report_file import arguments
 from kvq_jax.attention import dispatch, reference
 from kvq_jax.attention.dispatch import XLA, Route
-from kvq_jax.cache.cache import CacheDims
 from kvq_jax.cache.update import decode_layer
 from kvq_jax.codecs.dots import dot_rows, weigh_rows
 from kvq_jax.layer.plan import LayerPlan, LayerState
@@ -83,7 +85,7 @@ def candidates(shape: Shape, caches: Sequence[str]) -> list[Candidate]:
     kernels read them."""
     chosen = [_baseline(shape, *baseline) for baseline in BASELINES]
     for spec in caches:
-        plan = _plan(shape, spec)
+        plan = layer_plan(shape, spec)
         route = dispatch.choose(None, plan, shape.kv_heads * shape.group, 1)
         chosen.append(_cache(shape, spec, plan, route))
         if route != XLA:
@@ -128,13 +130,6 @@ def _baseline_error(output: Array, q: Array, k: Array, v: Array, length: Array) 
     return relative_error(output[:1].reshape(want.shape), want)
 
 
-def _plan(shape: Shape, spec: str) -> LayerPlan:
-    heads = shape.kv_heads * shape.group
-    dims = CacheDims(1, heads, shape.kv_heads, shape.head_dim, heads * shape.head_dim)
-    cache = kvq.parse(spec)
-    return cache.layer(0, dims, shape.tokens + cache.block, "float32")
-
-
 def _cache(shape: Shape, name: str, plan: LayerPlan, route: Route) -> Candidate:
     """Return layers of a cache that holds `tokens` tokens of each sequence. A step appends one
     token to each and attends to all, in place."""
@@ -160,7 +155,7 @@ def _cache(shape: Shape, name: str, plan: LayerPlan, route: Route) -> Candidate:
     program = decode.lower(states, inputs).compile()
     outputs, states = program(states, inputs)
     state, row_inputs = first_row((states[0], dataclasses.replace(inputs, rope=None)))
-    wanted = _reference(plan, params, state, row_inputs, inputs.rope)
+    wanted = attended(plan, params, state, row_inputs, inputs.rope)
     error = relative_error(outputs[0][:1], wanted)
     current_states = [states]
 
@@ -172,7 +167,7 @@ def _cache(shape: Shape, name: str, plan: LayerPlan, route: Route) -> Candidate:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _reference(
+def attended(
     plan: LayerPlan,
     params: Tree,
     state: LayerState,
@@ -224,25 +219,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         batch=(1, 4),
         rounds=15,
     )
-    parser.add_argument(
-        "--head-dim", type=int, nargs="+", default=(64, 128), metavar="H", help="channels of a head"
-    )
-    parser.add_argument("--kv-heads", type=int, default=8, metavar="K", help="KV heads")
-    parser.add_argument(
-        "--group", type=int, default=4, metavar="G", help="query heads for each KV head"
-    )
+    add_heads(parser, (64, 128))
     args = parsed(parser, argv)
-    shapes = [
-        Shape(b, n, h, args.kv_heads, args.group)
-        for h in args.head_dim
-        for b in args.batch
-        for n in args.tokens
-    ]
     command = ("benchmarks.cpu.attention", *arguments(argv))
     report = run(
         "Decode attention of one layer",
         command,
-        shapes,
+        shapes_of(args),
         lambda shape: candidates(shape, args.cache),
         args.rounds,
     )

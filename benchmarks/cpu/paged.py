@@ -91,11 +91,7 @@ def _through(
     def step(cache: Any, *arrays: Array) -> tuple[Array, Any]:
         return plan.attend(cache, *arrays, prefill=False, **options)
 
-    return functools.partial(_with_table, step, table)
-
-
-def _with_table(step: Any, table: tuple[Array, ...], cache: Any, *arrays: Array) -> Any:
-    return step(cache, *table, *arrays)
+    return lambda cache, *arrays: step(cache, *table, *arrays)
 
 
 def measured(spec: str, batch: int, tokens: int, rounds: int) -> list[list[str]]:

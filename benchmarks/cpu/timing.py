@@ -20,9 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+import kvq_jax as kvq
 from benchmarks.progress import progress
 from benchmarks.report_file import Report, cores, header
 from kvq_jax.arrays.stored import BodySpec
+from kvq_jax.cache.cache import CacheDims
 from kvq_jax.layer.plan import LayerPlan, LayerState
 from kvq_jax.types.array_types import Tree
 from kvq_tools.processor import processor_name
@@ -294,6 +296,36 @@ def parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpa
     if args.quick:
         args.tokens, args.batch, args.rounds = (256,), (1,), 3
     return args
+
+
+def add_heads(parser: argparse.ArgumentParser, head_dims: tuple[int, ...]) -> None:
+    """Add the options of `shapes_of` that say which heads a layer has."""
+    add = parser.add_argument
+    add(
+        "--head-dim", type=int, nargs="+", default=head_dims, metavar="H", help="channels of a head"
+    )
+    add("--kv-heads", type=int, default=8, metavar="K", help="KV heads")
+    parser.add_argument(
+        "--group", type=int, default=4, metavar="G", help="query heads for each KV head"
+    )
+
+
+def shapes_of(args: argparse.Namespace) -> list[Shape]:
+    """Return the shapes that a command asks for."""
+    return [
+        Shape(b, n, h, args.kv_heads, args.group)
+        for h in args.head_dim
+        for b in args.batch
+        for n in args.tokens
+    ]
+
+
+def layer_plan(shape: Shape, spec: str) -> LayerPlan:
+    """Return the plan of a layer with room for the shape's tokens and one more block."""
+    heads = shape.kv_heads * shape.group
+    dims = CacheDims(1, heads, shape.kv_heads, shape.head_dim, heads * shape.head_dim)
+    cache = kvq.parse(spec)
+    return cache.layer(0, dims, shape.tokens + cache.block, "float32")
 
 
 def first_row(tree: Any) -> Any:

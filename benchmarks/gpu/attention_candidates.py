@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 from benchmarks.cpu.attention import one_dot_query_first
 from benchmarks.cpu.timing import Shape
 from benchmarks.gpu.device_timing import TINY, uniform
-from benchmarks.gpu.random_bodies import CHECKED_HEADS, bodies_of, checked_part
+from benchmarks.gpu.random_bodies import CHECKED_HEADS, Body, bodies_of, checked_part
 from benchmarks.gpu.report import INEXACT_MERGE
 from kvq_jax.attention import reference
 from pallas_kernels.decode_attention.kernel import decode_attention
@@ -164,13 +164,31 @@ def compared(q: Array, rows: Iterable[Array], out: Array) -> tuple[Array, Array]
     return output, wanted.reshape(output.shape)
 
 
+def _over(shape: Shape, bodies: tuple[Body, Body], bf16: bool, **fields: Any) -> Task:
+    """Make the task of attention over stored keys and values."""
+    k, v = bodies
+    return attention_task(
+        shape,
+        bf16,
+        k.nbytes + v.nbytes,
+        copy=lambda seed: tuple(
+            body.copy(seed * 2 + jnp.uint32(i)) for i, body in enumerate(bodies)
+        ),
+        check=lambda x, copy, out: compared(
+            x[0], (body.checked_rows(one) for body, one in zip(bodies, copy, strict=True)), out
+        ),
+        **fields,
+    )
+
+
 def _fused(
     shape: Shape, spec: str, launches: Sequence[Launch], tuning: Tuning | None = None
 ) -> Task:
     """Make the task of our kernel, over everything that a cache of this spec would hold in its
     body. tuning: None for the default."""
-    k, v = bodies = bodies_of(spec, shape)
-    launches = [one for one in launches if one.route == "mosaic" or not k.reader.off_triton]
+    bodies = bodies_of(spec, shape)
+    off_triton = bodies[0].reader.off_triton
+    launches = [one for one in launches if one.route == "mosaic" or not off_triton]
 
     def call(launch: Launch, x: tuple[Array, Array], copy: Any) -> Array:
         keys, values = (
@@ -181,18 +199,12 @@ def _fused(
         )
         return part.o / jnp.maximum(part.l, 1e-30)
 
-    return attention_task(
+    return _over(
         shape,
+        bodies,
         all(isinstance(body.reader, DenseReader) for body in bodies),
-        k.nbytes + v.nbytes,
-        copy=lambda seed: tuple(
-            body.copy(seed * 2 + jnp.uint32(i)) for i, body in enumerate(bodies)
-        ),
         calls=tuple(
             (name_of(launch), jax.jit(functools.partial(call, launch))) for launch in launches
-        ),
-        check=lambda x, copy, out: compared(
-            x[0], (body.checked_rows(one) for body, one in zip(bodies, copy, strict=True)), out
         ),
         idle=lambda x: (x[0], jnp.zeros_like(x[1])),
     )
@@ -200,25 +212,13 @@ def _fused(
 
 def _dequantized(shape: Shape) -> Task:
     """Make the task that writes all rows to memory in bf16 before it attends to them."""
-    k, v = bodies = bodies_of(DEQUANTIZED, shape)
+    bodies = bodies_of(DEQUANTIZED, shape)
 
     def call(x: tuple[Array, Array], copy: Any) -> Array:
         rows = (body.rows(one).astype(jnp.bfloat16) for body, one in zip(bodies, copy, strict=True))
         return _naive(x[0], *lax.optimization_barrier(tuple(rows)))
 
-    return attention_task(
-        shape,
-        False,
-        k.nbytes + v.nbytes,
-        temp_bytes=_exact_bytes(shape),
-        copy=lambda seed: tuple(
-            body.copy(seed * 2 + jnp.uint32(i)) for i, body in enumerate(bodies)
-        ),
-        calls=(("", call),),
-        check=lambda x, copy, out: compared(
-            x[0], (body.checked_rows(one) for body, one in zip(bodies, copy, strict=True)), out
-        ),
-    )
+    return _over(shape, bodies, False, temp_bytes=_exact_bytes(shape), calls=(("", call),))
 
 
 def _exact_bytes(shape: Shape) -> int:

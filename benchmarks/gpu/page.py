@@ -104,15 +104,13 @@ def parity_page(report: GpuReport, file: pathlib.Path) -> str:
             row.wrong,
         )
         for row in report.rows
+        if row.section != "bandwidth"
     )
-    rows = [
-        line for line, row in zip(lines, report.rows, strict=True) if row.section != "bandwidth"
-    ]
     return "\n\n".join(
         [
             *_head(report, file),
             said,
-            table(("section", "model", "candidate", "error", "wrong"), rows),
+            table(("section", "model", "candidate", "error", "wrong"), lines),
             *_skipped(report),
         ]
     )

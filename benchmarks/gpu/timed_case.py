@@ -4,7 +4,6 @@ the other."""
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -107,16 +106,9 @@ def entries_of(model: str, shape: Shape, tasks: Sequence[Planned]) -> list[Entry
             continue
         for arithmetic, call in task.calls:
             one = dataclasses.replace(task, calls=((arithmetic, call),))
-            entries.append(
-                Entry(
-                    dataclasses.replace(blank, arithmetic=arithmetic), functools.partial(_same, one)
-                )
-            )
+            row = dataclasses.replace(blank, arithmetic=arithmetic)
+            entries.append(Entry(row, lambda one=one: one))
     return entries
-
-
-def _same(task: Task) -> Task:
-    return task
 
 
 def run_entries(
