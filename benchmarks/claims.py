@@ -35,8 +35,8 @@ SHOWN = 3  # intervals of a sentence; the page has the others
 
 
 class Claim(NamedTuple):
-    """A comparative sentence, the intervals of its own or of its paragraph, and the pages that
-    these link."""
+    """A comparative sentence, its intervals or, if it has none, its paragraph's, and the pages that
+    the paragraph links."""
 
     page: str
     sentence: str
@@ -55,9 +55,8 @@ def claims(page: str, text: str) -> Iterator[Claim]:
 
 
 def linked(text: str) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield paragraphs, items of lists and lines of tables, each with the pages that it links. One
-    without a link has those of the last before it: a list goes on where its introduction has the
-    link."""
+    """Yield paragraphs, items of lists and lines of tables, each with the pages that it links. If
+    it links none, they are those of the last part that links any, such as a list's introduction."""
     text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     section: tuple[str, ...] = ()
     for paragraph in _paragraphs(text):

@@ -1,4 +1,4 @@
-"""The dimensions of Llama 3.1 8B, which sizes and decode steps are given for."""
+"""The dimensions of Llama 3.1 8B, for which pages give sizes and decode steps."""
 
 from __future__ import annotations
 

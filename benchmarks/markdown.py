@@ -20,9 +20,9 @@ def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 def replaced(page: str, begin: str, text: str) -> str:
     """Return the page with `text` between the comments `begin` and END. Raises ValueError if one is
     missing."""
-    before, found, rest = page.partition(begin)
-    _, end, after = rest.partition(END)
-    if not found or not end:
+    before, first, rest = page.partition(begin)
+    _, last, after = rest.partition(END)
+    if not first or not last:
         raise ValueError(f"the page lacks {begin!r} or, after it, {END!r}")
     return f"{before}{begin}\n\n{text}\n\n{END}{after}"
 

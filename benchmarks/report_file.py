@@ -77,7 +77,7 @@ class Report:
         return dataclasses.asdict(self)
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write the file, whole or not at all. Numbers of no clean commit are warned of."""
+        """Write the file, whole or not at all. Warns of numbers that no clean commit measured."""
         if not clean(self.commit):
             _warn(self.commit)
         pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -102,8 +102,8 @@ class Header(TypedDict):
 
 
 def header(command: Sequence[str]) -> Header:
-    """Return the header's fields for this process. `command` is the part after `python -m`; of an
-    absolute path in it, the last part stays."""
+    """Return the header's fields for this process. `command` is the part after `python -m`; an
+    absolute path in it is cut to its last part."""
     words = (pathlib.Path(word).name if word.startswith("/") else word for word in command)
     return {
         "command": " ".join(["python -m", *words]),

@@ -2,14 +2,14 @@
 
     python -m benchmarks.serving --model smollm2 --json serving.json
 
-Rows are requests per second and time to first token at 1 to 8 slots, with short answers to longer
-prompts and with long answers to short ones, the sequences that an equal memory holds with dense and
-quantized caches, counted from their layout, and the time that a prefix saves if it was read before.
-All requests come at once, each with a prompt and a length of its own, greedy and without an end
-token, so that every way generates the same number of tokens. One at a time is `generate`, prompt
-after prompt. Its time to first token includes the wait for the requests before. Programs are
-compiled before the clock runs. Ways take turns, and a row is the run of the median time. A prefix
-comes back from the host's memory, and from the files of another store.
+Rows are requests per second and time to first token at 1 to 8 slots, for longer prompts with short
+answers and for short prompts with long ones. Other tables have the sequences that equal memory
+holds with dense and quantized caches, counted from their layout, and the time that a prefix saves
+if it was read before. All requests come at once, each with its own prompt and length, greedy and
+without an end token, so that every way generates the same number of tokens. One at a time is
+`generate`, prompt after prompt: its time to first token includes the wait for the requests before.
+Programs are compiled before the clock runs. Ways take turns, and a row is the run of the median
+time. A prefix comes back from the host's memory, and from the files of another store.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ PREFIX_LIMIT = 8 << 30  # bytes that pieces of the prefix may take
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Requests, and with what they are served. lengths: least and most tokens of prompts, and of
+    """Requests, and the cache that serves them. lengths: least and most tokens of prompts, and of
     answers."""
 
     cache: str

@@ -10,7 +10,7 @@ import numpy as np
 from benchmarks.markdown import head, table
 from benchmarks.report_file import Report
 
-ALONE = 0  # slots of the row that tells of one request at a time
+ALONE = 0  # slots of the row of one request at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ class ServingRow:
 
     @property
     def work(self) -> tuple[object, ...]:
-        """The work that rows of other slots did too."""
+        """Return what rows with other numbers of slots served too."""
         return self.cache, self.activations, tuple(self.prompt), tuple(self.new)
 
     @property

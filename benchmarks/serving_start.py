@@ -122,8 +122,8 @@ def _process(
 
 
 def _first_text(url: str, name: str) -> None:
-    """Return when the first text of a stream is there. Raises RuntimeError if the server refuses,
-    or sends none."""
+    """Wait for the first text of a stream. Raises RuntimeError if the server refuses, or sends
+    none."""
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=WAIT)
     with contextlib.closing(connection):
         asked = {

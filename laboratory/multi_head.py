@@ -24,8 +24,8 @@ PROJECTIONS = ".k_proj.", ".v_proj."
 
 
 def repeated(tensor: np.ndarray, heads: int, times: int) -> np.ndarray:
-    """Return the rows of each head so many times, one after the other: query heads of a group are
-    neighbours.
+    """Repeat the rows of each head `times` times, the copies side by side: query heads of a group
+    are neighbours.
 
     Args:
         tensor: a weight [heads * H, D] or a bias [heads * H].

@@ -1,4 +1,4 @@
-"""Makes the pages of laboratory/results from the JSON files there, and README.md, their index.
+"""Make the pages of laboratory/results from the JSON files there, and README.md, their index.
 
 The pages of studies in `KEPT` stay as they are: `laboratory.run` measures these again, as JSON
 alone.

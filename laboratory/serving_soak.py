@@ -1,5 +1,5 @@
 """Serve thousands of requests through the slots of one engine, and see that nothing grows, that
-nothing is compiled, and that everyone gets what he gets alone.
+nothing is compiled, and that every request gets the answer that it gets alone.
 
 Requests are drawn from a pool of different ones: prompts and answers of mixed lengths, greedy and
 sampled. The answer to each one of the pool, tokens and log-probabilities, is computed once by an
@@ -44,7 +44,7 @@ SLOTS, CAPACITY, QUEUE = 8, 256, 64
 PROMPT, NEW = 200, 48  # the most tokens; the least are 1
 POOL = 240  # different requests
 ROUND = 500  # requests between two samples
-LEAVES = 25  # one in so many clients leaves early
+LEAVES = 25  # one client in 25 leaves early
 RULES = (Sampling(), Sampling(0.8), Sampling(1.0, top_p=0.9), Sampling(1.2, top_k=40, min_p=0.05))
 
 Answer: TypeAlias = list[tuple[int, float]]  # tokens and their log-probabilities
@@ -74,7 +74,7 @@ class ServedSample:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServingSoakReport(Report):
-    """The samples in order. requests: that were asked for; the last sample tells how many are
+    """The samples in order. requests: the number asked for; the last sample has the number
     done."""
 
     model: str
@@ -123,9 +123,8 @@ class ServingSoak:
                 if isinstance(event, Token) and len(answers[number]) < leaving.get(number, NEW):
                     answers[number].append((event.token, event.logprob))
                     if len(answers[number]) == leaving.get(number):
-                        self.engine.cancel(
-                            event.ticket
-                        )  # what else this call of `advance` drew for it, nobody reads
+                        # nobody reads what else this call of `advance` drew for it
+                        self.engine.cancel(event.ticket)
                 elif isinstance(event, Ended):
                     del tickets[event.ticket]
         return answers
@@ -159,7 +158,8 @@ def _request(i: int, vocabulary: int) -> Request:
 
 def run(options: argparse.Namespace) -> ServingSoakReport:
     """Run until `--requests` requests are answered; the report is written after each round.
-    ValueError if the folder of --work belongs to another run, or no request is asked for."""
+    Raises ValueError if the folder of --work belongs to another run, or no request is asked for.
+    """
     if options.requests < 1:
         raise ValueError("--requests must be at least 1")
     started, cache = time.monotonic(), str(kvq.parse(options.cache))
@@ -193,14 +193,16 @@ def run(options: argparse.Namespace) -> ServingSoakReport:
             count = min(ROUND, options.requests - last.requests)
             left, tokens, different = soak.round(last.requests, count)
             done, left, tokens = last.requests + count, last.left + left, last.new_tokens + tokens
-            held = (
+            resources = (
                 round(time.monotonic() - started, 1),
                 resident_bytes(),
                 mappings(),
                 soak.programs,
                 soak.compiled,
             )
-            last = ServedSample(done, left, tokens, process, *held, (*last.different, *different))
+            last = ServedSample(
+                done, left, tokens, process, *resources, (*last.different, *different)
+            )
             samples.append(last)
             journal.add(str(done), dataclasses.asdict(last))
             _report(words, options.requests, identity, samples).write(options.json)
@@ -254,7 +256,7 @@ def page(report: ServingSoakReport, file: pathlib.Path) -> str:
 
 
 def _line(sample: ServedSample) -> tuple[str, ...]:
-    held = (
+    resources = (
         f"{sample.resident_bytes / 2**20:.0f} MiB",
         f"{sample.mappings:,}",
         f"{sample.compiled}",
@@ -266,7 +268,7 @@ def _line(sample: ServedSample) -> tuple[str, ...]:
         f"{sample.new_tokens:,}",
         f"{sample.process}",
         f"{sample.seconds:,.0f}",
-        *held,
+        *resources,
     )
 
 

@@ -43,9 +43,7 @@ from laboratory.study import run_study, study_parser
 CACHES = ("innerq:bits=2", "kivi:bits=2", "polarquant")
 BATCH, CAPACITY, PROMPT = 2, 384, 64
 SEGMENT, SEGMENTS = 50, 20  # steps of one program; of them in a round
-ROUNDS = (
-    10  # in a round of this many, the last is compared with a new cache; then everything is saved
-)
+ROUNDS = 10  # after each ten rounds the last is compared with a new cache, and all is saved
 LINES = 12  # of the page's table
 COMPILED = "/jax/core/compile/backend_compile_duration"
 Digest = UInt32[Array, ""]
@@ -74,7 +72,7 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SoakReport(Report):
-    """The samples in order. steps: that were asked for; the last sample tells how many are done."""
+    """The samples in order. steps: the number asked for; the last sample has the number done."""
 
     model: str
     steps: int
@@ -140,25 +138,25 @@ class Soak:
         segments, the cache)."""
         draw, llama = np.random.default_rng(number), self.llamas[i]
         tokens = draw.integers(0, llama.config.vocab_size, (BATCH, PROMPT), np.int32)
-        held = np.array([PROMPT, *draw.integers(1, PROMPT, BATCH - 1)], np.int32)
-        logits, cache = prefill(llama, self.trimmed(i, cache, np.zeros(BATCH)), tokens, held)
+        lengths = np.array([PROMPT, *draw.integers(1, PROMPT, BATCH - 1)], np.int32)
+        logits, cache = prefill(llama, self.trimmed(i, cache, np.zeros(BATCH)), tokens, lengths)
         digests = [digest_of(logits)]
         for part in range(SEGMENTS):
             token = draw.integers(0, llama.config.vocab_size, BATCH, np.int32)
             digest, cache = segment(llama, cache, token, jax.random.key(number * SEGMENTS + part))
             digests.append(digest)
-            held = np.maximum(
+            lengths = np.maximum(
                 np.minimum(
-                    held + SEGMENT - draw.integers(0, draw.choice((6, 2 * SEGMENT)), BATCH),
+                    lengths + SEGMENT - draw.integers(0, draw.choice((6, 2 * SEGMENT)), BATCH),
                     CAPACITY - SEGMENT,
                 ),
                 1,
             )
-            cache = self.trimmed(i, cache, held)
+            cache = self.trimmed(i, cache, lengths)
         return [int(digest) for digest in digests], cache
 
     def compare(self, number: int, i: int, digests: list[int]) -> str:
-        """Run the round again in a new cache. Return what differs, "" where nothing does."""
+        """Run the round again in a new cache. Return what differs, or ""."""
         again, _ = self.round(number, i, self.new(i))
         first = next(
             (
@@ -179,7 +177,7 @@ class Soak:
             kvq.files.save(cache, folder / f"cache{i}.safetensors")
 
     def load(self, folder: pathlib.Path) -> None:
-        """Take the caches that an earlier process saved, where there are any."""
+        """Take the caches that an earlier process saved, if there are any."""
         for i, spec in enumerate(self.specs):
             file = folder / f"cache{i}.safetensors"
             if file.exists():
@@ -189,8 +187,8 @@ class Soak:
 
 
 def run(options: argparse.Namespace) -> SoakReport:
-    """Run until `--steps` steps are done; the report is written after each sample. ValueError if
-    the folder of --work belongs to another run, or no step is asked for."""
+    """Run until `--steps` steps are done; the report is written after each sample. Raises
+    ValueError if the folder of --work belongs to another run, or no step is asked for."""
     if options.steps < 1:
         raise ValueError("--steps must be at least 1")
     started, programs = time.monotonic(), [0]
@@ -240,14 +238,16 @@ def run(options: argparse.Namespace) -> SoakReport:
         difference = soak.compare(number, i, digests)
         checked, different = checked + 1, (*different, *([difference] if difference else []))
         soak.save(options.work)
-        held = round(time.monotonic() - started, 1), resident_bytes(), mappings(), programs[0]
+        resources = round(time.monotonic() - started, 1), resident_bytes(), mappings(), programs[0]
         samples.append(
-            Sample(done * per_round, done * SEGMENTS * BATCH, process, *held, checked, different)
+            Sample(
+                done * per_round, done * SEGMENTS * BATCH, process, *resources, checked, different
+            )
         )
         journal.add(str(done), dataclasses.asdict(samples[-1]))
         _report(words, options.steps, identity, samples).write(options.json)
         bar.set_postfix_str(
-            f"{held[1] >> 20} MiB, {programs[0]} programs, {len(different)} different"
+            f"{resources[1] >> 20} MiB, {programs[0]} programs, {len(different)} different"
         )
     return _report(words, options.steps, identity, samples)
 
@@ -300,7 +300,6 @@ def spaced(samples: Sequence[S]) -> list[S]:
 
 
 def _line(sample: Sample) -> tuple[str, ...]:
-    held = f"{sample.resident_bytes / 2**20:.0f} MiB"
     numbers = (
         f"{sample.mappings:,}",
         f"{sample.programs}",
@@ -312,7 +311,7 @@ def _line(sample: Sample) -> tuple[str, ...]:
         f"{sample.trims:,}",
         f"{sample.process}",
         f"{sample.seconds:,.0f}",
-        held,
+        f"{sample.resident_bytes / 2**20:.0f} MiB",
         *numbers,
     )
 

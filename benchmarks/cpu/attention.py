@@ -5,8 +5,7 @@ write them: the query heads of a KV head are the rows of one dot product, and K 
 place, never repeated, sliced or copied. They do not even add the new token to a cache, but the
 caches do. A program runs several layers, each with its own cache and the queries that the layer
 before returned, as a decode step does, because calling a program from Python takes a tenth of a
-millisecond, as long as short layers. See
-docs/decisions/streaming_attention.md.
+millisecond, as long as short layers. See docs/decisions/streaming_attention.md.
 """
 
 from __future__ import annotations

@@ -159,8 +159,8 @@ def prefix_memory(folder: Path) -> Iterator[Inject]:
 
 
 def flipped(cache: Cache, rng: np.random.Generator, slot: int | None = None) -> Cache:
-    """Return the cache with one flipped bit, anywhere, or if a slot is given in what this slot held
-    one token ago and holds still."""
+    """Return the cache with one flipped bit: anywhere, or, if a slot is given, in what has been in
+    that slot for at least one token."""
     leaves, structure = jax.tree.flatten(cache)
     if slot is None:
         place = int(rng.choice([i for i, leaf in enumerate(leaves) if leaf.size]))

@@ -1,5 +1,5 @@
 """Kills, full disks and damaged compilation caches: faults that end or spoil a whole process. Each
-one meets a fork of a process that has imported the writers and started no thread."""
+process is a fork of one that has imported the writers and started no thread."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def waited(child: int, seconds: float = SECONDS) -> int | None:
 
 
 def _in_place() -> contextlib.AbstractContextManager[object]:
-    """Let writers write where the file is."""
+    """Let writers overwrite the file itself."""
 
     @contextlib.contextmanager
     def place(path: Any) -> Iterator[Path]:

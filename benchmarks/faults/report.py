@@ -13,7 +13,7 @@ from benchmarks.report_file import Report
 class FaultRow:
     """One kind of fault. Of `tried` injections: `detected` were noticed, `recovered` of them were
     followed by the right answer; `other` gave the content of another valid file. control: bad
-    outcomes of `controls` injections if what `without` says is so."""
+    outcomes of `controls` injections with the protection switched off, as `without` says."""
 
     kind: str
     tried: int = 0

@@ -31,8 +31,8 @@ class FatalError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """The compiled loop of one arithmetic: `calls` calls. check: (found, wanted), None for a task
-    without. Or why there is none."""
+    """The compiled loop of one arithmetic, of `calls` calls, or why there is none. check: returns
+    (output, wanted), or is None for a task without a reference."""
 
     arithmetic: str
     calls: int = 0

@@ -87,8 +87,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def kept(report: HostsReport, file: pathlib.Path, tried: Sequence[str]) -> HostsReport:
-    """Return the report of the modules tried with what the file has of others, if it is of the same
-    commit."""
+    """Return the report of the modules `tried`, and what the file has of other modules if it is of
+    the same commit."""
     before = HostsReport.read(file) if file.exists() else report
     if before.commit != report.commit:
         return report

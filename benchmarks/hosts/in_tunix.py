@@ -1,4 +1,4 @@
-"""tunix' models in its own `Sampler`. A timed step is the model's, as the sampler calls it."""
+"""Models of tunix in its own `Sampler`. A timed step is the model's, as the sampler calls it."""
 
 # pyright: reportMissingImports=false
 # the host need not be installed where types are checked
@@ -67,11 +67,11 @@ class Numbers:
 def model_of(family: str) -> Any:
     """Return a random model whose attention has peaks."""
     module, kind = MODELS[family]
-    own = dict(num_layers=LAYERS, vocab_size=VOCAB, rope_theta=10_000, norm_eps=1e-6)
+    fields = dict(num_layers=LAYERS, vocab_size=VOCAB, rope_theta=10_000, norm_eps=1e-6)
     if module is gemma3:  # five layers with windows, and one without
-        own = dict(num_layers=WITH_WINDOWS, num_embed=VOCAB, sliding_window_size=WINDOW)
-        own |= dict(param_dtype="float32")
-    model = kind(module.ModelConfig(**SIZES, **own), rngs=nnx.Rngs(0))
+        fields = dict(num_layers=WITH_WINDOWS, num_embed=VOCAB, sliding_window_size=WINDOW)
+        fields |= dict(param_dtype="float32")
+    model = kind(module.ModelConfig(**SIZES, **fields), rngs=nnx.Rngs(0))
     if module in (qwen2, qwen3):
         model.num_embed = VOCAB  # which the sampler reads if it returns logits
     for layer in model.layers:

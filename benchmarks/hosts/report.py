@@ -54,8 +54,8 @@ class Step:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HostsReport(Report):
-    """Adapters and steps. missing: the reason for each host that could not be had. load: the
-    machine's load average of one minute before each host, and at the end."""
+    """Adapters and steps. missing: why each other host was not measured. load: the machine's load
+    average of one minute before each host, and at the end."""
 
     cpu: str
     cores: int

@@ -1,4 +1,4 @@
-"""Compile a JAX function for a GPU that this machine does not have, and keeps the PTX of its
+"""Compile a JAX function for a GPU that this machine does not have, and keep the PTX of its
 kernels."""
 
 from __future__ import annotations

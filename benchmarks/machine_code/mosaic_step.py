@@ -207,8 +207,8 @@ def measure(kernel: StepKernel, target: Target) -> tuple[tuple[str, ...], list[s
     """Return a line of the table, and the limits that the kernel breaks."""
     function, arguments, updated = kernel.build()
     program = compile_for(target, jax.jit(function, donate_argnums=updated), arguments)
-    found = program.kernel(kernel.kernel)
-    assembly = assemble(found.ptx, found.name, target.architecture)
+    compiled = program.kernel(kernel.kernel)
+    assembly = assemble(compiled.ptx, compiled.name, target.architecture)
     memory = program.compiled.memory_analysis()
     assert memory is not None
     in_place = kvq.size.nbytes([arguments[i] for i in updated])

@@ -1,4 +1,4 @@
-"""Machine code of NVIDIA GPUs (SASS): assembled, disassembled, and its main loop found and counted.
+"""Assemble and disassemble machine code of NVIDIA GPUs (SASS), and count its main loop.
 
 A loop is a natural loop of the control flow graph: a branch back to an instruction that every way
 to the branch passes, with all instructions that reach the branch without leaving. The blocks that

@@ -30,7 +30,7 @@ Stored = tuple[
 
 
 def _bits(arrays: Iterable[jax.ShapeDtypeStruct], channels: int) -> float:
-    """Return the bits of an element of rows of so many channels that these arrays hold."""
+    """Return the stored bits for each element of rows of `channels` channels."""
     return 8 * kvq.size.nbytes(list(arrays)) / (BATCH * KV_HEADS * TOKENS * channels)
 
 

@@ -9,8 +9,9 @@ WARPS_PER_SM = 64
 BLOCKS_PER_SM = 32
 REGISTERS_PER_SM = 65536
 LANES_PER_SM = 128  # four schedulers, each issues one instruction for 32 lanes in a cycle
-# Of the issue slots: what attention fills with two warps on a scheduler. Profiled on an H200: 0.57
-# (kivi:bits=4 by Triton), 0.53 (kivi:bits=2 on Mosaic GPU), 0.50 (nf4), less with bank conflicts.
+# The share of issue slots that attention fills with two warps on a scheduler. Profiled on an H200:
+# 0.57 (kivi:bits=4 by Triton), 0.53 (kivi:bits=2 on Mosaic GPU), 0.50 (nf4), less with bank
+# conflicts.
 ISSUED = 0.53
 SHARED_BYTES_OF_A_BLOCK = 1024  # what the system keeps in shared memory for each resident block
 
@@ -113,7 +114,7 @@ A100 = Target(
     bandwidth=1.5552e12,
     copy_bandwidth=1.39e12,  # not measured: the H200's share of the nominal bandwidth
 )
-# Compiled for, and not held against limits: their clocks and bandwidths are the makers' figures.
+# Kernels are compiled for these two, without limits: clocks and bandwidths are the makers' figures.
 L40 = Target(
     name="l40",
     # from 0.11 on JAX compiles for GPUs that are not there by their names, and does not know an

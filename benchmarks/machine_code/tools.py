@@ -35,7 +35,7 @@ def cuda_plugin() -> str:
 
 
 def missing() -> str:
-    """Name what this package needs and is not installed, or empty if nothing is missing."""
+    """Return the error that names what this package needs and is not installed, or ""."""
     try:
         cuda_plugin()
         for name in ("ptxas", "nvdisasm"):

@@ -189,9 +189,9 @@ class Bench:
 
 
 def recompute(plan: Plan, report: ProtocolReport, rows: int) -> tuple[list[str], bool]:
-    """Measure the cheapest rows of a report again, of the command's caches. Return a line for each
-    and whether all printed digits are the same. Rows that move say how far, beside the rounding
-    that the report has for them. The report's file keeps rows of another kind of processor."""
+    """Measure the cheapest rows of the command's caches again. Return a line for each, and True if
+    all printed digits are the same. If digits differ, the line says by how much KL moved, beside
+    the row's rounding. Rows that another kind of processor measured are added to the file."""
     bench = Bench(plan)
     lines, equal = [], True
     chosen = [row for row in report.rows if plan.caches is None or row.cache in plan.caches]

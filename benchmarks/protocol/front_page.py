@@ -41,7 +41,7 @@ COLUMNS = {"decoded": "KL, decoded", "prompt": "KL, after a prompt"}
 
 
 def report_for_readme(file: pathlib.Path = FILE) -> ProtocolReport | None:
-    """Return the report if it has a whole reading of the README's caches, else None."""
+    """Return the report if all caches of the README were measured in one of its readings."""
     if not file.exists():
         return None
     report = ProtocolReport.read(file)

@@ -15,7 +15,7 @@ MULTI_HEAD = "Llama-2-7B"
 
 
 def like(config: LlamaConfig) -> str:
-    """Return the name of the large model that shares KV heads as this one does, or does not."""
+    """Return the name of the large model that shares KV heads if this one does, or of the other."""
     shared = config.num_key_value_heads < config.num_attention_heads
     return llama_8b.NAME if shared else MULTI_HEAD
 

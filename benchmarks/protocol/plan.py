@@ -49,7 +49,8 @@ class Plan:
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> Plan:
-        """Read the texts and the model's configuration. Raises ValueError for what does not fit."""
+        """Read the texts and the model's configuration. Raises ValueError if a word of --text is
+        none, or the configuration is not supported."""
         config = read_config(options.model)
         texts = [_text(words, options.dry_run) for words in options.text]
         if not any(domain == "code" for domain, *_ in texts) and not any(

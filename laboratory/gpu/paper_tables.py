@@ -256,7 +256,7 @@ def _largest_error(report: GpuReport, *sections: str) -> str:
 
 
 def _rows(report: GpuReport, section: str, model: str, candidate: str) -> list[KernelRow]:
-    """Return the rows of one arithmetic: assembly's where there are any."""
+    """Return the rows of one arithmetic: assembly's if there are any."""
     chosen = [
         row
         for row in report.rows

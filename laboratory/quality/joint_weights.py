@@ -138,7 +138,7 @@ def _measure(bench: Bench, name: str, caches: Sequence[str]) -> None:
             prepared = prepare(
                 llama, spec, calibrate(llama, ids, spec, work=work, text="", **sizes)
             )
-        (found,) = measure_rows([(prepared, cache)], bench.rows, prompt=bench.options.prompt)
+        (quality,) = measure_rows([(prepared, cache)], bench.rows, prompt=bench.options.prompt)
         alone = cache == "dense" and setting is not None
         row = JointRow(
             weights=name,
@@ -147,7 +147,7 @@ def _measure(bench: Bench, name: str, caches: Sequence[str]) -> None:
             stored_bits=EXACT_BITS
             if spec.exact
             else kvq.size.body_bits_per_element(spec, llama.config),
-            window_nats=tuple(found.nats.tolist()),
+            window_nats=tuple(quality.nats.tolist()),
             weights_kl=(
                 weights_kl(plain, llama, bench.rows, bench.options.prompt) if alone else None
             ),
@@ -199,17 +199,17 @@ def page(report: JointReport, file: pathlib.Path) -> str:
         " used with. KL of the weights is to the unquantized model, without a cache. Rounding"
         " noise of a `dense` cache is part of its column."
     )
-    found = {(row.weights, row.cache): row for row in report.rows}
+    row_of = {(row.weights, row.cache): row for row in report.rows}
     names, caches = (
         list(dict.fromkeys(getattr(row, field) for row in report.rows))
         for field in ("weights", "cache")
     )
     lines = []
     for name in names:
-        first = found[name, caches[0]]
+        first = row_of[name, caches[0]]
         cells = (
             f"{row.perplexity:.3f}{bracket(row.interval, '.2f')}"
-            for row in (found[name, cache] for cache in caches)
+            for row in (row_of[name, cache] for cache in caches)
         )
         kl = next(
             (
@@ -224,15 +224,15 @@ def page(report: JointReport, file: pathlib.Path) -> str:
         "weights",
         "bits",
         "KL of the weights",
-        *(f"`{cache}`, {found[names[0], cache].stored_bits:.2f} bits" for cache in caches),
+        *(f"`{cache}`, {row_of[names[0], cache].stored_bits:.2f} bits" for cache in caches),
     )
     return "\n\n".join(
-        [*head(report, file, said), table(columns, lines), *_costs(found, names, caches)]
+        [*head(report, file, said), table(columns, lines), *_costs(row_of, names, caches)]
     )
 
 
 def _costs(
-    found: Mapping[tuple[str, str], JointRow], names: Sequence[str], caches: Sequence[str]
+    row_of: Mapping[tuple[str, str], JointRow], names: Sequence[str], caches: Sequence[str]
 ) -> list[str]:
     """Render the nats that each cache adds to the first one's on each kind of weights, and how
     many more these are than on the first kind, in the same windows."""
@@ -244,7 +244,7 @@ def _costs(
         cells = []
         for cache in others:
             cost, first = (
-                np.subtract(found[kind, cache].window_nats, found[kind, exact].window_nats)
+                np.subtract(row_of[kind, cache].window_nats, row_of[kind, exact].window_nats)
                 for kind in (name, names[0])
             )
             cells += [_nats(cost), "" if name == names[0] else _nats(cost - first)]

@@ -119,8 +119,8 @@ class BiasReport(Report):
 
 
 def text_windows(ids: Int[np.ndarray, " S"], count: int, width: int) -> Int[Array, "B T"]:
-    """Return windows of a text, equally spaced, each after the token that opens it. ValueError
-    where the text is too short."""
+    """Return windows of a text, equally spaced, each after the token that opens it. Raises
+    ValueError if the text is too short."""
     if len(ids) < count * (width - 1) + 1:
         raise ValueError(f"the text has {len(ids)} tokens, fewer than {count} windows of {width}")
     starts = np.linspace(1, len(ids) - width + 1, count).astype(int)
@@ -164,8 +164,8 @@ class Texts:
     calibration: Int[np.ndarray, " S"]
 
     def prepared(self, llama: Llama, cache: str) -> Llama:
-        """Return the model with the parameters that the cache needs. ValueError if the model or
-        the cache refuses."""
+        """Return the model with the parameters that the cache needs. Raises ValueError if the model
+        or the cache refuses."""
         spec = kvq.parse(cache)
         if not needs(spec, llama.config):
             return prepare(llama, spec)
@@ -201,12 +201,13 @@ def measured(models: dict[str, tuple[Llama, Llama]], label: str, texts: Texts) -
 
 
 def run(options: argparse.Namespace) -> BiasReport:
-    """ValueError if the model cannot have a key bias, or the text is too short."""
+    """Measure all caches. Raises ValueError if the model cannot have a key bias, or the text is too
+    short."""
     llama, tokenizer = load_llama(options.model, dtype="float32", weights="dense")
     text = options.text.read_text(encoding="utf-8")
     scored, calibration = (
-        np.asarray(tokenizer(found, verbose=False).input_ids, np.int32)
-        for found in (text, options.calibration_text.read_text(encoding="utf-8"))
+        np.asarray(tokenizer(contents, verbose=False).input_ids, np.int32)
+        for contents in (text, options.calibration_text.read_text(encoding="utf-8"))
     )
     texts = Texts(
         text_windows(scored, options.windows, options.window), options.prompt, calibration
@@ -229,13 +230,13 @@ def run(options: argparse.Namespace) -> BiasReport:
         file=sys.stderr,
         flush=True,
     )
-    found = []
+    rows = []
     for label in CACHES:
-        found.append(measured(models, label, texts))
+        rows.append(measured(models, label, texts))
         for name in models:
             kls = (
                 f"{what} {quality['kl']:.5f}"
-                for what, quality in dataclasses.asdict(getattr(found[-1], name)).items()
+                for what, quality in dataclasses.asdict(getattr(rows[-1], name)).items()
                 if quality
             )
             progress(f"{label:26s} {name}: KL {', '.join(kls)}")
@@ -252,7 +253,7 @@ def run(options: argparse.Namespace) -> BiasReport:
         key_bias=options.key_bias,
         seed=options.seed,
         perplexities=perplexities,
-        rows=tuple(found),
+        rows=tuple(rows),
     )
 
 
@@ -308,12 +309,12 @@ def _of_every_pair(report: BiasReport, exact: dict[str, str]) -> str:
 
 def _bias_line(row: BiasRow) -> tuple[str, ...]:
     variants = [v for v in (row.wide, row.slow, row.every) if v]
-    found = (kl for v in variants for kl in (v.plain, v.biased, v.subtracted))
+    qualities = (kl for v in variants for kl in (v.plain, v.biased, v.subtracted))
     return (
         row.label,
         f"`{row.cache}`",
         row.shares,
-        *("refused" if quality is None else f"{quality.kl:.5f}" for quality in found),
+        *("refused" if quality is None else f"{quality.kl:.5f}" for quality in qualities),
     )
 
 

@@ -261,7 +261,7 @@ class Bench:
         name: str | None = None,
     ) -> None:
         """Ask caches these samples. name: of the cell, if it is not the cache's."""
-        found = shared_prompts.run_together(
+        answers_of = shared_prompts.run_together(
             [(models[cache], kvq.parse(cache)) for cache in caches],
             task_of(task),
             samples,
@@ -269,7 +269,7 @@ class Bench:
             batch=self.options.batch,
             through=self.options.through,
         )
-        for cache, answers in zip(caches, found, strict=True):
+        for cache, answers in zip(caches, answers_of, strict=True):
             ordered = sorted(answers, key=lambda answer: answer.index)
             scores = tuple(answer.scores["accuracy"] for answer in ordered)
             cell = Cell(cache, task, length, scores, COMMIT)

@@ -74,7 +74,7 @@ class LongContextReport(Report):
     through: int = 0
     choosing: int = 0
 
-    def found(self, cache: str, length: int) -> dict[str, Cell]:
+    def cells_of(self, cache: str, length: int) -> dict[str, Cell]:
         """Return the cells of a cache at one length by their tasks."""
         return {
             cell.task: cell for cell in self.cells if (cell.cache, cell.length) == (cache, length)
@@ -82,13 +82,13 @@ class LongContextReport(Report):
 
     def asked_of_all(self, length: int) -> list[str]:
         """Return the tasks at this length that every cache was asked."""
-        asked = [self.found(cache.cache, length) for cache in self.caches]
+        asked = [self.cells_of(cache.cache, length) for cache in self.caches]
         return [task for task in asked[0] if all(task in cells for cells in asked)]
 
     def scores(self, cache: str, length: int) -> list[float]:
         """Return the scores of all samples of the tasks that were asked of all caches."""
-        found = self.found(cache, length)
-        return [score for task in self.asked_of_all(length) for score in found[task].scores]
+        cells = self.cells_of(cache, length)
+        return [score for task in self.asked_of_all(length) for score in cells[task].scores]
 
 
 def page(report: LongContextReport, file: pathlib.Path) -> str:
@@ -172,11 +172,11 @@ def _means(report: LongContextReport) -> str:
 def _tasks(report: LongContextReport, length: int) -> str:
     lines = []
     for size in report.caches:
-        found = report.found(size.cache, length)
+        cells = report.cells_of(size.cache, length)
         lines.append(
             (
                 *_names(size),
-                *(_percent(found[task].scores) if task in found else "" for task in report.tasks),
+                *(_percent(cells[task].scores) if task in cells else "" for task in report.tasks),
             )
         )
     return table(("cache", "stored bits", *report.tasks), lines)

@@ -5,8 +5,8 @@ the XQuant paper, one or more texts.
                   the k largest of |B^T[0]|, W_k = U S B^T
     first         share of the layers whose largest latent channel of X U is the first one
 
-`kvq doctor MODEL --outliers --text FILE` shows the same for one text, layer by layer. Keys are
-before RoPE, with their bias and QK-norm. Means are over all tokens of a text, which is read in
+`python -m laboratory.run outliers --text FILE` has the same of one text by layers. Keys are before
+RoPE, with their bias and QK-norm. Means are over all tokens of a text, which is read in
 windows. The same shares within one window, with the largest channels of that window, have t
 intervals over the windows. The layers are all that the model has.
 
@@ -137,14 +137,14 @@ def channels_of(
 ) -> TextChannels:
     """Return the outlier channels of one text by exact forward passes. bases: (U_k, U_v) of each
     layer."""
-    found = [
+    by_window = [
         list(outlier_channels.layer_magnitudes(llama, window[None], iter(bases)))
         for window in windows
     ]
     keys, latent_k, latent_v = (
         tuple(
             Rivals.of(np.stack([getattr(magnitudes, side) for magnitudes in layer]))
-            for layer in zip(*found, strict=True)
+            for layer in zip(*by_window, strict=True)
         )
         for side in ("keys", "latent_k", "latent_v")
     )
@@ -152,7 +152,7 @@ def channels_of(
 
 
 def run(options: argparse.Namespace) -> OutlierChannelsReport:
-    """Measure every text. ValueError if one is too short."""
+    """Measure every text. Raises ValueError if one is too short."""
     llama, tokenizer = load_llama(options.model, dtype="float32", weights="dense")
     parts = [
         [

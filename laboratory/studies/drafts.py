@@ -50,8 +50,8 @@ TEXTS = {  # how a prompt is asked, and whether it is a message of a conversatio
 
 
 def prompt_of(tokenizer: Any, text: str, message: bool) -> list[int]:
-    """Return the tokens of a prompt; a message is rendered with the tokenizer's chat template where
-    it has one."""
+    """Return the tokens of a prompt; a message is rendered with the tokenizer's chat template if it
+    has one."""
     if message and tokenizer.chat_template:
         return tokenizer(
             rendered(tokenizer, [{"role": "user", "content": text}]), add_special_tokens=False

@@ -5,7 +5,7 @@ numbers.
     range     mean over the tokens and their groups of channels of  (max - min) of a_i - a_{i-1}
               over  (max - min) of a_i
 
-The range sets the step of a uniform quantizer, so where it is below 1, XQuant-CL's differences are
+The range sets the step of a uniform quantizer, so if it is below 1, XQuant-CL's differences are
 easier to code than what they are taken of. Rows are those of the exact forward pass over windows of
 a text, each a sequence of its own; means are over the tokens of all windows, and a bootstrap draws
 whole windows. Post-norm X is the normalized input, which XQuant caches and the figure shows;
@@ -58,8 +58,8 @@ def cosine(rows: Float[np.ndarray, "T C"], before: Float[np.ndarray, "T C"]) -> 
 def relative_range(
     rows: Float[np.ndarray, "T C"], before: Float[np.ndarray, "T C"], group: int
 ) -> float:
-    """Return the mean range of a group of the difference over that of the rows. ValueError if
-    the group does not divide the width."""
+    """Return the mean range of a group of the difference over that of the rows. Raises ValueError
+    if the group does not divide the width."""
     if rows.shape[1] % group:
         raise ValueError(f"groups of {group} channels do not divide rows of {rows.shape[1]}")
 
@@ -98,6 +98,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     windows = first_tokens(tokenizer, options.text, options.windows * options.tokens).reshape(
         options.windows, options.tokens
     )
-    found = [measured(layer_inputs(llama, window), options.group) for window in windows]
-    cosines, ranges = (np.swapaxes(field, 0, 1).tolist() for field in zip(*found, strict=True))
+    by_window = [measured(layer_inputs(llama, window), options.group) for window in windows]
+    cosines, ranges = (np.swapaxes(field, 0, 1).tolist() for field in zip(*by_window, strict=True))
     return {"kinds": KINDS, "cosines": cosines, "ranges": ranges}

@@ -66,11 +66,11 @@ def layer_inputs(llama: Llama, tokens: Int[np.ndarray, " T"]) -> list[kvq.types.
     positions = jnp.arange(len(tokens), dtype=jnp.int32)[None]
     valid, rope = positions >= 0, ropes_for(llama.config, len(tokens))
     hidden = llama.embed_tokens(jnp.asarray(tokens, jnp.int32)[None])
-    found = []
+    inputs_of = []
     for layer in llama.layers:
         inputs, hidden = _layer(layer, hidden, positions, valid, rope)
-        found.append(inputs)
-    return found
+        inputs_of.append(inputs)
+    return inputs_of
 
 
 @jax.jit
@@ -222,10 +222,10 @@ def layer_deviations(
             spanning, queries = (
                 i.q_rot if rope else before_rope(i).q_rot for i in (given, response)
             )
-            found = np.asarray(deviations(spanning, queries, heads))
+            by_rank = np.asarray(deviations(spanning, queries, heads))
             yield (
                 (source, rope),
-                tuple(round(float(found[rank - 1]), 5) for rank in RANKS if rank <= len(found)),
+                tuple(round(float(by_rank[rank - 1]), 5) for rank in RANKS if rank <= len(by_rank)),
             )
 
 

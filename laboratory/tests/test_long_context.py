@@ -53,7 +53,7 @@ def report(file):
 
 
 def test_scores_are_those_of_the_samples_and_tell_good_caches_from_bad_ones(report):
-    exact, kivi, coarse = (report.found(size.cache, 320) for size in report.caches)
+    exact, kivi, coarse = (report.cells_of(size.cache, 320) for size in report.caches)
     assert [size.cache for size in report.caches] == [
         FULL_PRECISION,
         "kivi:bits=4,recent=32",
@@ -65,7 +65,7 @@ def test_scores_are_those_of_the_samples_and_tell_good_caches_from_bad_ones(repo
 
 
 def test_what_full_precision_cannot_do_is_not_asked_of_others(report):
-    exact, *others = (report.found(size.cache, 320) for size in report.caches)
+    exact, *others = (report.cells_of(size.cache, 320) for size in report.caches)
     assert exact["single_1"].accuracy < report.threshold
     assert [list(found) for found in others] == [["passkey"], ["passkey"]]
 

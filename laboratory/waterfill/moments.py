@@ -75,11 +75,11 @@ def with_rows(
     moments: BothSides, keys: Sequence[np.ndarray], values: Sequence[np.ndarray]
 ) -> BothSides:
     """Return the moments of other rows, [B, K, T, H] for each layer, with the same gradients."""
-    found: BothSides = {}
+    of_rows: BothSides = {}
     for side, rows in zip(SIDES, (keys, values), strict=True):
         means, seconds = zip(*map(_of_rows, rows), strict=True)
-        found[side] = Moments(np.stack(means), np.stack(seconds), moments[side].metric)
-    return found
+        of_rows[side] = Moments(np.stack(means), np.stack(seconds), moments[side].metric)
+    return of_rows
 
 
 def _of_rows(rows: Float[np.ndarray, "B K T H"]) -> tuple[np.ndarray, np.ndarray]:

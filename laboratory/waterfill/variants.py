@@ -175,7 +175,7 @@ class Rule:
     """The quantizer of normalized channels.
 
     unclipped: from this many bits on, no channel of a token is clipped.
-    lloyd: the levels of Lloyd and Max from so many bits up to 4 in place of equal steps, 0 for
+    lloyd: the least bits with levels of Lloyd and Max in place of equal steps, up to 4 bits; 0 for
         none.
     search: the number of scales around the root mean square, of which the one of least error is
         taken.

@@ -1,5 +1,5 @@
-"""A process that measures one request. It may run in another environment than kvq's, so this needs
-the standard library alone.
+"""A process that measures one request. It may run in another environment than kvq's, so this module
+imports the standard library alone.
 
 The parent starts one of the modules beside this one, such as with_kvq, with a JSON object. The last
 line of its output is the answer, a JSON object.

@@ -43,7 +43,7 @@ Line = tuple[str, ...]
 
 
 def goals(rows: Sequence[RequestRow]) -> str:
-    """Render the table of goals, or nothing if no row of kvq has another to stand beside."""
+    """Render the table of goals, or nothing if no row of kvq can be compared with another."""
     ours = [row for row in rows if row.system == KVQ and row.way in (*OURS, EXACT)]
     lines = [line for row in ours for line in _of(row, rows)]
     if not lines:
