@@ -8,12 +8,11 @@ import pathlib
 import numpy as np
 import pytest
 
-import kvq_jax as kvq
 import kvq_tools.cli
 from kvq_tools.evaluation import measure_rows
 from laboratory.quality import __main__ as quality
 from laboratory.quality import bench
-from laboratory.quality.comparison import PLAIN, Suite, listed, swept
+from laboratory.quality.comparison import Suite, listed, swept
 from laboratory.quality.report import QualityReport, QualityRow
 
 PASSAGE = pathlib.Path(kvq_tools.cli.__file__).parent / "passage.txt"
@@ -60,8 +59,8 @@ def report(folder):
     return QualityReport.read(folder / FILE)
 
 
-def only(report: QualityReport, table: str, *cells: str, variant: str = PLAIN) -> QualityRow:
-    (row,) = (row for row in report.of(table) if row.cells == cells and row.variant == variant)
+def only(report: QualityReport, table: str, *cells: str) -> QualityRow:
+    (row,) = (row for row in report.of(table) if row.cells == cells)
     return row
 
 
@@ -130,13 +129,3 @@ def test_a_stopped_run_goes_on_where_it_was(shallow, tmp_path, monkeypatch):
     assert measured == ["int2", "int3", "int4", "int4", "int8"]
     assert [row.cache for row in QualityReport.read(file).rows] == ["int2", "int3", "int4", "int8"]
     assert list(tmp_path.iterdir()) == [file], "a complete run leaves its report alone"
-
-
-@pytest.mark.parametrize("name", quality.SUITES)
-def test_every_entry_of_a_suite_is_a_cache_with_a_place_of_its_own(name):
-    for comparison in quality.SUITES[name]().comparisons:
-        for entry in comparison.entries:
-            kvq.parse(entry.cache)
-            assert len(entry.cells) == len(comparison.heads), f"{comparison.title}: {entry}"
-        places = [(entry.cells, entry.column) for entry in comparison.entries]
-        assert len(set(places)) == len(places), f"{comparison.title} has two caches in one place"
