@@ -27,7 +27,7 @@ struct Attention : AttentionState {
   void score_tile(const Transposed& across, const RunsAcross& runs, int64_t first, int64_t from,
                   int64_t live) {
     if (RunsAcross::served(k)) return score_runs(runs, first, from, live);
-    if (k_decoded) return score_decoded(first, from, live);
+    if (k_decoded) return score_decoded(runs, first, from, live);
     if (Transposed::served(k)) return score_transposed(across, first, from, live);
     if (k.affine == kvq::kChannelGroups) {
       load_token_scales(k, span.keys, span.capacity, first, live, token_scale, token_zero);
@@ -107,14 +107,15 @@ struct Attention : AttentionState {
       runs.weigh(first, live, rows_of(b), scores_of(b), weights, sums_of(b));
   }
 
-  void score_decoded(int64_t first, int64_t from, int64_t live) {
+  void score_decoded(const RunsAcross& across, int64_t first, int64_t from, int64_t live) {
     const Decoder decoder = this->decoder(k, span.keys, keys);
     const Runs runs = key_runs();
     for (int64_t at = from / kDecoded * kDecoded; at < live; at += kDecoded) {
       const void* rows[kDecoded];
       const int64_t count = minimum(kDecoded, live - at);
       int64_t type = kvq::kFloat32;
-      if (k_runs) runs.keys(first + at, count, span.keys.turns, rows);
+      if (k.synthesis) synthesize(across, runs, first + at, count, rows);
+      else if (k_runs) runs.keys(first + at, count, rows);
       else type = decoder.rows(first + at, count, rows);
       for (int64_t b = 0; b < blocks; b++) {
         if (k.rotated) decoder.turn_back(first + at, rows_of(b), q_of(b), scaled);
@@ -124,6 +125,17 @@ struct Attention : AttentionState {
                     scores_of(b) + at);
       }
     }
+  }
+
+  void synthesize(const RunsAcross& across, const Runs& runs, int64_t first, int64_t count,
+                  const void** rows) const {
+    if (RunsAcross::readable(k)) {
+      across.read(first, 0);
+      across.put_numbers();
+    } else {
+      runs.read_numbers(first, count);
+    }
+    runs.synthesize_keys(first, count, span.keys.turns, rows);
   }
 
   void weigh_decoded(int64_t first, int64_t from, int64_t live) {

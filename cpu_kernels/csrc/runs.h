@@ -103,10 +103,46 @@ struct Runs {
   }
 
   // Point at the keys of `count` tokens from body token `first` on, a multiple of kDecoded.
-  void keys(int64_t first, int64_t count, const kvq::Turns& turns, const void** at) const {
-    if (body.synthesis) synthesize_keys(first, count, turns);
-    else read(first, count, [&](int64_t t, int64_t c, Floats u) { put_key(t, c, u); });
+  void keys(int64_t first, int64_t count, const void** at) const {
+    read(first, count, [&](int64_t t, int64_t c, Floats u) { put_key(t, c, u); });
     for (int64_t i = 0; i < count; i++) at[i] = vectors + i * stride;
+  }
+
+  // If a matrix makes keys of their channels, there are no tables in their places: numbers of 16
+  // bits of kDecoded tokens, those of two channels side by side, and a multiple for each width.
+  int16_t* numbers_of(int64_t pair) const {
+    return reinterpret_cast<int16_t*>(cosines) + pair * 2 * kDecoded;
+  }
+  int32_t& multiple_of(int64_t width) const { return reinterpret_cast<int32_t*>(sines)[width - 1]; }
+
+  // Put the numbers of `count` tokens from body token `first` on in their places.
+  void read_numbers(int64_t first, int64_t count) const {
+    read_codes(first, count, [&](int64_t t, int64_t c, int64_t width, Uints code) {
+      const int32_t multiple = multiple_of(width);
+      const Ints numbers = (Ints)code * (2 * multiple) + multiple * (1 - (1 << width));
+      for (int64_t i = 0; i < kLanes; i++)
+        numbers_of((c + i) / 2)[2 * t + (c + i) % 2] = int16_t(numbers[i]);
+    });
+  }
+
+  // Point at the keys of `count` tokens from body token `first` on whose numbers are in place.
+  void synthesize_keys(int64_t first, int64_t count, const kvq::Turns& turns,
+                       const void** at) const {
+    float factors[kDecoded];
+    powers_of_two(arrays.exponent + first, count, factors);
+    const int64_t channels = body.channels, half = channels / 2;
+    constexpr int kTokens = kLanes == 16 ? 8 : 4, kWide = 2;
+    int64_t c = 0;
+    for (; c + kLanes < channels; c += kWide * kLanes)
+      for (int64_t t = 0; t < count; t += kTokens) mix<kTokens, kWide>(factors, t, c);
+    for (; c < channels; c += kLanes)
+      for (int64_t t = 0; t < count; t += kTokens) mix<kTokens, 1>(factors, t, c);
+    for (int64_t t = 0; t < count; t++) {
+      float* const vector = vectors + t * stride;
+      turn<false>(vector, turns.steps + t * half, turns.steps + (kDecoded + t) * half, half,
+                  vector);
+      at[t] = vector;
+    }
   }
 
   // Point at u of `count` tokens from body token `first` on.
@@ -124,11 +160,8 @@ struct Runs {
   }
 
  private:
-  // If a matrix makes keys of their channels, there are no tables in their places: numbers of 16
-  // bits for each token, pairs of the matrix's rows side by side, and a multiple for each width.
-  int16_t* numbers_of(int64_t t) const { return reinterpret_cast<int16_t*>(cosines) + t * stride; }
+  // Two rows of the matrix, side by side.
   int16_t* pair_of(int64_t s) const { return matrix + s / 2 * 2 * stride; }
-  int32_t& multiple_of(int64_t width) const { return reinterpret_cast<int32_t*>(sines)[width - 1]; }
 
   // Round the matrix to 16 bits, each column by its own scale. Codes are whole numbers, so sums of
   // products have no other error. Runs whose entries are large for their codes would set the scale
@@ -185,27 +218,6 @@ struct Runs {
         function(s, width, arrays.synthesis + s * body.channels);
   }
 
-  void synthesize_keys(int64_t first, int64_t count, const kvq::Turns& turns) const {
-    float factors[kDecoded];
-    powers_of_two(arrays.exponent + first, count, factors);
-    read_codes(first, count, [&](int64_t t, int64_t c, int64_t width, Uints code) {
-      const int32_t multiple = multiple_of(width);
-      store_words(numbers_of(t) + c, (Ints)code * (2 * multiple) + multiple * (1 - (1 << width)));
-    });
-    const int64_t channels = body.channels, half = channels / 2;
-    constexpr int kTokens = kLanes == 16 ? 8 : 4, kWide = 2;
-    int64_t c = 0;
-    for (; c + kLanes < channels; c += kWide * kLanes)
-      for (int64_t t = 0; t < count; t += kTokens) mix<kTokens, kWide>(factors, t, c);
-    for (; c < channels; c += kLanes)
-      for (int64_t t = 0; t < count; t += kTokens) mix<kTokens, 1>(factors, t, c);
-    for (int64_t t = 0; t < count; t++) {
-      float* const vector = vectors + t * stride;
-      turn<false>(vector, turns.steps + t * half, turns.steps + (kDecoded + t) * half, half,
-                  vector);
-    }
-  }
-
   // Put u synthesis + mean of T tokens from token t of `vectors` on, in V vectors from channel c on.
   template <int T, int V>
   KVQ_INLINE void mix(const float* factors, int64_t t, int64_t c) const {
@@ -214,7 +226,7 @@ struct Runs {
       for (int v = 0; v < V; v++) {
         const Ints entries = load_ints(pair_of(s) + 2 * (c + v * kLanes));
         for (int i = 0; i < T; i++)
-          sums[i][v] = add_pairs(sums[i][v], entries, numbers_of(t + i) + s);
+          sums[i][v] = add_pairs(sums[i][v], entries, numbers_of(s / 2) + 2 * (t + i));
       }
     for (int i = 0; i < T; i++)
       for (int v = 0; v < V; v++) {

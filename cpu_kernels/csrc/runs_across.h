@@ -13,14 +13,15 @@ namespace {
 // The keys or values of one KV head. The scratch is the caller's, kvq::across_floats(body).
 class RunsAcross {
  public:
-  static bool served(const Body& body) {
+  static bool served(const Body& body) { return readable(body) && !body.synthesis; }
+  static bool readable(const Body& body) {
     for (int64_t channels : body.run_channels)
       if (channels % kWords) return false;
-    return body.form == kvq::kRuns && !body.synthesis && body.span % kLanes == 0;
+    return body.form == kvq::kRuns && body.span % kLanes == 0;
   }
 
   RunsAcross(const Runs& runs, float* scratch) : runs_(runs), body_(runs.body) {
-    if (!served(body_)) return;
+    if (!readable(body_)) return;
     words_ = reinterpret_cast<Uints*>(scratch);
     int64_t place = 0, start = 0;
     for (int64_t width = kRunWidths; width > 0; width--) {
@@ -118,6 +119,26 @@ class RunsAcross {
     });
   }
 
+  // Put the numbers of which a matrix makes keys (runs.h) in their places, for the group that was
+  // read first.
+  void put_numbers() const {
+    typedef int16_t Halves __attribute__((vector_size(4 * kLanes)));
+    for_runs([&](auto sets, const Run& run) {
+      constexpr int kSets = decltype(sets)::value;
+      const int16_t multiple = int16_t(runs_.multiple_of(run.width)),
+                    least = int16_t(multiple * (1 - (1 << run.width)));
+      const Shift unused = shift_by(int32_t(kMantissa - run.width));
+      for (int64_t i = 0; i < run.channels; i += 2)
+        for (int v = 0; v < kVectors; v++) {
+          const Uints first = field_at<kSets>(run, i, 0, v, Uints{}) >> unused,
+                      second = field_at<kSets>(run, i + 1, 0, v, Uints{}) >> unused;
+          const Halves numbers = (Halves)(first | second << 16) * int16_t(2 * multiple) + least;
+          std::memcpy(runs_.numbers_of((run.start + i) / 2) + 2 * v * kLanes, &numbers,
+                      sizeof numbers);
+        }
+    });
+  }
+
   // sums[r] += sum_t weights[r, t] u[t] for the `count` tokens, from body token `first` on, of the
   // groups that were read. The weights are not scaled. `scaled` [rows, kPadded] is scratch.
   void weigh(int64_t first, int64_t count, int64_t rows, const float* weights, float* scaled,
@@ -190,13 +211,18 @@ class RunsAcross {
   // 2^width + code of channel c of a run, for vector v of tokens of a group.
   template <int kSets>
   KVQ_INLINE Floats number_at(const Run& run, int64_t c, int64_t group, int v) const {
-    Uints bits = run.exponent;
+    return (Floats)field_at<kSets>(run, c, group, v, run.exponent);
+  }
+
+  // `bits` with the code in the highest bits of a mantissa.
+  template <int kSets>
+  KVQ_INLINE Uints field_at(const Run& run, int64_t c, int64_t group, int v, Uints bits) const {
     for (int s = 0; s < kSets; s++) {
       const Set& set = run.sets[s];
       const Uints word = words_[set.place + (group * set.copies + set.copy[v]) * run.channels + c];
       bits = masked_or(word << set.shifts[v], set.mask, bits);
     }
-    return (Floats)bits;
+    return bits;
   }
 
   template <int R>
@@ -266,6 +292,8 @@ class RunsAcross {
  public:
   RunsAcross(const Runs&, float*) {}
   static bool served(const Body&) { return false; }
+  static bool readable(const Body&) { return false; }
+  void put_numbers() const {}
   void order_keys(const kvq::Turns&) const {}
   void score(int64_t, int64_t, int64_t, const float*, float*) const {}
   void read(int64_t, int64_t) const {}

@@ -62,13 +62,6 @@ inline Ints load_ints(const int16_t* p) {
   return x;
 }
 
-// The low halves of 32-bit numbers.
-inline void store_words(int16_t* p, Ints x) {
-  typedef int16_t Halves __attribute__((vector_size(2 * kLanes)));
-  const Halves words = __builtin_convertvector(x, Halves);
-  std::memcpy(p, &words, sizeof words);
-}
-
 // sum + a_0 b_0 + a_1 b_1 in each lane, with a_i the signed halves of `a`, and two words from b on.
 inline Ints add_pairs(Ints sum, Ints a, const int16_t* b) {
   int32_t both;
