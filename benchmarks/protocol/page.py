@@ -80,7 +80,8 @@ def _said(report: ProtocolReport) -> list[str]:
             f"Rows marked * learned from {report.calibration_text.name}"
             f" ({report.calibration_text.domain})."
         )
-    if others := sorted({row.processor for row in report.rows if report.of_another_processor(row)}):
+    named = {row.processor or "unknown" for row in report.rows if report.of_another_processor(row)}
+    if others := sorted(named):
         said.append(f"Rows marked † were measured on another processor: {', '.join(others)}.")
     if any(made_plans.MARK in row.cache for row in report.rows):
         said.append(

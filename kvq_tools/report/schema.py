@@ -315,11 +315,14 @@ def _typed(kind: Any, value: Any, at: str) -> Any:
         return float(value)
     if type(value) is not kind:
         raise ValueError(f"{at} must be {kind.__name__}, not {type(value).__name__}")
+    if kind is int and not 0 <= value < 1 << 63:
+        raise ValueError(f"{at} must be a count, not {value}")
     return value
 
 
 def _check_lengths(report: CacheReport) -> None:
-    """Raise ValueError if lists that belong together have different lengths."""
+    """Raise ValueError if lists that belong together have different lengths, or what everything is
+    counted by is 0."""
     positions = len(report.positions)
     layers = report.model.layers
     channels = report.model.kv_heads * report.model.head_dim
@@ -330,6 +333,9 @@ def _check_lengths(report: CacheReport) -> None:
 
     if not report.caches:
         raise ValueError("caches is empty")
+    for name, count in (("text.tokens", report.text.tokens), ("capacity", report.request.capacity)):
+        if not count:
+            raise ValueError(f"{name} must be at least 1")
     equal("exact.nats", len(report.exact.nats), positions)
     for i, cache in enumerate(report.caches):
         for name in ("nats", "kl_by_position", "flips_by_position"):

@@ -143,6 +143,11 @@ def test_a_page_marks_rows_of_another_processor_and_says_how_far_they_move(repor
     assert marked[0].startswith(f"| `{CACHE}`†")
     assert "Rows marked † were measured on another processor: Xeon." in text
     of_one = dataclasses.replace(report, rows=rows)
+    nameless = tuple(
+        dataclasses.replace(one, processor="") if one is moved else one for one in rows
+    )
+    old = page(dataclasses.replace(report, rows=nameless), front_page.FILE)
+    assert "measured on another processor: unknown." in old, "a name that was not kept is empty"
     for mark, one in (("†", of_one), ("", report)):
         assert one.marked(one.row(CACHE, 2048, "prompt")) == f"`{CACHE}`{mark}"
     ratio = _cells(text, "## On another processor", f"| `{CACHE}`")[-1]
