@@ -80,7 +80,7 @@ def _window_rows(
     state: LayerState,
     positions: Int[Array, "B E"],
     rope: Rope | None,
-) -> tuple[WindowRows, WindowRows, tuple[Array, ...]]:
+) -> tuple[WindowRows, WindowRows, tuple[Array, Array] | tuple[()]]:
     """Return the keys and the values of (sink, ring), and the cosines and sines by which the kernel
     rotates the keys, if it rotates those of the body. positions: of the slots."""
     of_sink, of_ring = jnp.split(positions, [plan.regions.sink_slots], axis=1)
