@@ -13,7 +13,7 @@ using kvq::kNear;
 // cos and sin of x, to 2 units in the last place for angles of a few turns. Source of the
 // polynomials: minimax on a quarter turn, Cephes.
 inline void cos_sin_of(Floats x, Floats& cos, Floats& sin) {
-  const Floats n = (x * 0.636619772367581343f + 12582912.0f) - 12582912.0f;  // quarter turns
+  const Floats n = (x * 0.636619772367581343f + kRounding) - kRounding;  // quarter turns
   const Floats r = ((x - n * 1.5703125f) - n * 4.837512969970703e-4f) - n * 7.54978995489188e-8f;
   const Floats square = r * r;
   const Floats s =

@@ -27,7 +27,7 @@ constexpr float kLog2E = 1.44269504088896341f, kLn2 = 0.693147180559945309f;
 inline Floats exp2_of(Floats x) {
   const Ints vanishes = x <= -126.0f;  // NaN does not
   x = larger(splat(-126.0f), x);
-  const Floats n = (x + 12582912.0f) - 12582912.0f, r = x - n;
+  const Floats n = (x + kRounding) - kRounding, r = x - n;
   Floats p = splat(1.535336188e-4f);
   p = p * r + 1.339887440e-3f;
   p = p * r + 9.618437357e-3f;

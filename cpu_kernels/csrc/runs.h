@@ -17,8 +17,7 @@ namespace {
 using kvq::kLongest;
 using kvq::kRunWidths;
 
-constexpr int64_t kMostNumber = 255;      // 8 bits, counted from the middle in half steps
-constexpr float kRounding = 12582912.0f;  // 3 * 2^22: added and subtracted, it rounds
+constexpr int64_t kMostNumber = 255;  // 8 bits, counted from the middle in half steps
 constexpr float kEighths[16] = {1.0f,       1.0905077f, 1.1892071f, 1.2968396f,
                                 1.4142135f, 1.5422108f, 1.6817929f, 1.8340081f};
 
@@ -161,7 +160,7 @@ struct Runs {
 
  private:
   // Two rows of the matrix, side by side.
-  int16_t* pair_of(int64_t s) const { return matrix + s / 2 * 2 * stride; }
+  int16_t* entries_of(int64_t pair) const { return matrix + pair * 2 * stride; }
 
   // Round the matrix to 16 bits, each column by its own scale. Codes are whole numbers, so sums of
   // products have no other error. Runs whose entries are large for their codes would set the scale
@@ -198,7 +197,7 @@ struct Runs {
     for (int64_t c = 0; c < channels; c++) turned[c] = scale[c] > 0 ? 1 / scale[c] : 0;
     for_rows_of_matrix([&](int64_t s, int64_t width, const float* row) {
       const float factor = factor_of(width);
-      int16_t* const entries = pair_of(s) + s % 2;
+      int16_t* const entries = entries_of(s / 2) + s % 2;
       for (int64_t c = 0; c < channels; c++)
         entries[2 * c] = int16_t(int32_t((row[c] * factor * turned[c] + kRounding) - kRounding));
     });
@@ -224,7 +223,7 @@ struct Runs {
     Ints sums[T][V] = {};
     for (int64_t s = 0; s < body.stored_channels(); s += 2)
       for (int v = 0; v < V; v++) {
-        const Ints entries = load_ints(pair_of(s) + 2 * (c + v * kLanes));
+        const Ints entries = load_ints(entries_of(s / 2) + 2 * (c + v * kLanes));
         for (int i = 0; i < T; i++)
           sums[i][v] = add_pairs(sums[i][v], entries, numbers_of(s / 2) + 2 * (t + i));
       }

@@ -131,11 +131,13 @@ inline Floats load_halves(const uint16_t* p, bool bfloat16) {
 #endif
 }
 
+constexpr float kRounding = 12582912.0f;  // 3 * 2^22: added and subtracted, it rounds
+
 // exp(x) for x <= 0, to 2 units in the last place, 0 from -87 down, and NaN for NaN.
 inline Floats exp_of(Floats x) {
   const Ints vanishes = x <= -87.0f;
   x = larger(splat(-87.0f), x);  // NaN stays NaN
-  const Floats n = (x * 1.44269504088896341f + 12582912.0f) - 12582912.0f;
+  const Floats n = (x * 1.44269504088896341f + kRounding) - kRounding;
   const Floats r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
   Floats p = splat(1.9875691500e-4f);
   p = p * r + 1.3981999507e-3f;
