@@ -224,10 +224,12 @@ def random_parameters(plan: LayerPlan) -> Tree:
     """Return what methods are calibrated for, from random rows, or () if no side needs any."""
     rows = np.random.default_rng(6).standard_normal((2, 512, plan.heads, plan.head_dim), np.float32)
     sides = [
-        codec.learning.calibrate(*rows) if codec.learning.parameters(plan.heads) else ()
+        codec.learning.carry(jax.tree.map(jnp.asarray, codec.learning.calibrate(*rows)))
+        if codec.learning.parameters(plan.heads)
+        else ()
         for codec in plan.codecs
     ]
-    return jax.tree.map(jnp.asarray, tuple(sides)) if any(sides) else ()
+    return tuple(sides) if any(sides) else ()
 
 
 def relative_error(actual: jax.Array | np.ndarray, expected: jax.Array | np.ndarray) -> float:

@@ -158,7 +158,7 @@ def random_parameters(codec: Codec, heads: int, seed: Array) -> dict[str, Array]
     hardly an entry is an outlier."""
     specs = codec.learning.parameters(heads)
     if "energies" in specs:
-        return _sorted_channels(specs, seed)
+        return codec.learning.carry(_sorted_channels(specs, seed))
     ranges = {
         "levels": (-1, 1),
         "qnorm": (0, 0),
@@ -170,7 +170,7 @@ def random_parameters(codec: Codec, heads: int, seed: Array) -> dict[str, Array]
     parameters = {name: uniform(spec.shape, seed, *ranges[name]) for name, spec in specs.items()}
     if "levels" in parameters:
         parameters |= {"levels": jnp.sort(parameters["levels"]), "qnorm": jnp.asarray([1.0, 0.0])}
-    return parameters | codec.learning.derive(parameters)
+    return codec.learning.carry(parameters)
 
 
 def _sorted_channels(specs: Mapping[str, ArraySpec], seed: Array) -> dict[str, Array]:

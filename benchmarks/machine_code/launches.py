@@ -160,7 +160,7 @@ def calibrated(plan: LayerPlan) -> tuple[dict[str, jax.ShapeDtypeStruct], ...]:
     """Return the shapes of a layer's calibrated parameters and of what follows from them, keys' and
     values'."""
     specs = (
-        codec.learning.parameters(plan.heads) | codec.learning.derived(plan.heads)
+        codec.learning.carried(plan.heads) | codec.learning.derived(plan.heads)
         for codec in (plan.k, plan.v)
     )
     return tuple(

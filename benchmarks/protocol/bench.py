@@ -95,7 +95,17 @@ class Bench:
                 f"{plan.json} holds rows of another run ({', '.join(different)}): give another"
                 " --json, or delete it to begin anew"
             )
-        return dataclasses.replace(report, rows=before.rows, elsewhere=before.elsewhere)
+        return dataclasses.replace(
+            report,
+            rows=tuple(self._with_size(row) for row in before.rows),
+            elsewhere=tuple(self._with_size(row) for row in before.elsewhere),
+        )
+
+    def _with_size(self, row: Row) -> Row:
+        """Return a row of the file with the bytes that its cache takes today."""
+        width = self.plan.sizes(row.context).width
+        size = kvq.size.of(row.spec, self.llama.config, 1, width)
+        return dataclasses.replace(row, model_bytes=size.resident)
 
     def run(self, rows: Sequence[Wanted], hours: float | None = None) -> None:
         """Measure the rows that the file lacks, and write it after each group. After `hours` no
@@ -105,6 +115,8 @@ class Bench:
         self.report = dataclasses.replace(self.report, planned=len(every))
         missing = [row for row in rows if row not in measured]
         progress(f"{len(rows)} rows, {len(missing)} to measure")
+        if measured and not missing:
+            self.report.write(self.plan.json)  # with the bytes that its caches take today
         for group in _groups(missing):
             if hours is not None and time.monotonic() - started > 3600 * hours:
                 progress(f"stopped after {hours:g} hours")

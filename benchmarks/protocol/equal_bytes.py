@@ -46,25 +46,25 @@ same windows, which are of other domains than the calibration's. Rows with * lea
 rows with † were measured on another processor than most. Brackets are 95 % intervals, t, of the
 logs of the ratios, widened by rounding. Bits are resident, for {{batch}} of {CONTEXT // 1024}K
 tokens of {llama_8b.NAME}; all caches keep the same tokens exact. In the small model, and at the
-contexts at which KL was measured, the matrices of `{OURS}` weigh more, and its caches take more
-memory than most of those that they stand beside (column MiB of the protocol's
-pages)."""
+contexts at which KL was measured, parameters weigh more (column MiB of the protocol's pages), those
+of `{OURS}` most: a line below each table counts by these bytes too."""
 
 
 def compared(
-    report: ProtocolReport, reading: str, batch: int, context: int = LENGTH
+    report: ProtocolReport, reading: str, batch: int | None, context: int = LENGTH
 ) -> Iterator[tuple[Row, Row | None, Estimate | None]]:
     """Yield each other cache, the smallest first, the waterfill cache beside it, and the ratio of
     their KL; None without a waterfill cache that is no larger.
 
     Args:
         reading: of the protocol.
-        batch: index of the batch whose bytes are compared, in COMPARED_BATCHES.
+        batch: index of the batch whose bytes are compared, in COMPARED_BATCHES, or None for the
+            bytes of one sequence of the measured model.
         context: tokens before those that are scored.
     """
 
     def size(row: Row) -> int:
-        return report.large(row)[batch].resident
+        return row.model_bytes if batch is None else report.large(row)[batch].resident
 
     rows = sorted(report.quantized(context, reading), key=size)
     ours = [row for row in rows if _ours(row)]
@@ -135,12 +135,17 @@ def _cells(report: ProtocolReport, row: Row) -> tuple[str, str, str]:
 
 
 def _counted(report: ProtocolReport, reading: str, context: int) -> str:
-    """Say how many comparisons end in which verdict, by the bytes of each batch."""
+    """Say how many comparisons end in which verdict, by the bytes of each batch, and by those of
+    the measured model."""
     said = []
-    for at, batch in enumerate(COMPARED_BATCHES):
+    budgets: list[tuple[int | None, str]] = [
+        (at, _sequences(batch)) for at, batch in enumerate(COMPARED_BATCHES)
+    ]
+    budgets.append((None, f"{report.model} at {context:,} tokens"))
+    for at, words in budgets:
         verdicts = [verdict(ratio) for _, _, ratio in compared(report, reading, at, context)]
         counts = [f"{verdicts.count(name)} {name}" for name in dict.fromkeys(sorted(verdicts))]
-        said.append(f"By the bytes of {_sequences(batch)}: {', '.join(counts)}.")
+        said.append(f"By the bytes of {words}: {', '.join(counts)}.")
     return " ".join(said)
 
 

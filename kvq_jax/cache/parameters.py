@@ -171,7 +171,7 @@ def missing_parameters(plan: LayerPlan, params: Tree) -> str:
     def lacks(codec: Codec, side_params: Tree) -> bool:
         if codec.learning.weights and not side_params:
             return True
-        return not set(codec.learning.parameters(plan.heads)) <= set(side_params)
+        return not set(codec.learning.carried(plan.heads)) <= set(side_params)
 
     sides = zip(("keys", "values"), (plan.k, plan.v), by_side(params), strict=True)
     return " and ".join(name for name, codec, side_params in sides if lacks(codec, side_params))
@@ -189,7 +189,7 @@ def parameter_axes(plan: LayerPlan, dims: CacheDims, params: Tree) -> Tree:
         kinds = described_from_weights(codec, plan, dims.hidden_size)
         derived = codec.learning.derived(plan.heads), {}
         candidates = (
-            {**(from_weights or {}), **codec.learning.parameters(plan.heads), **more}
+            {**(from_weights or {}), **codec.learning.carried(plan.heads), **more}
             for (_, from_weights), more in itertools.product(kinds, derived)
         )
         structure = jax.tree.structure(side_params or {})
@@ -267,7 +267,7 @@ def _with_calibrated(
     arrays = {
         name: jnp.asarray(calibrated[name], struct.dtype) for name, struct in declared.items()
     }
-    return (from_weights or {}) | arrays | codec.learning.derive(arrays)
+    return (from_weights or {}) | codec.learning.carry(arrays)
 
 
 def _check_weights(weights: LayerWeights, dims: CacheDims) -> None:

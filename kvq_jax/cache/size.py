@@ -110,7 +110,7 @@ def _parameter_bytes(plan: LayerPlan, dims: CacheDims, dtype: str, *, shared: bo
         weights, derived = next(described_from_weights(codec, plan, dims.hidden_size, dtype))
         unchanged = {id(leaf) for leaf in jax.tree.leaves(weights)} if shared else set()
         total += nbytes([leaf for leaf in jax.tree.leaves(derived) if id(leaf) not in unchanged])
-        total += nbytes([codec.learning.parameters(plan.heads), codec.learning.derived(plan.heads)])
+        total += nbytes([codec.learning.carried(plan.heads), codec.learning.derived(plan.heads)])
     return total
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Array, Float, Shaped
@@ -45,6 +46,17 @@ class LayerTrace:
     fitted_keys: dict[str, Shaped[np.ndarray, "..."]] | None = None
 
 
+class Compact(NamedTuple):
+    """The arrays that a model carries in place of the calibrated ones, because they are smaller.
+
+    parameters: K -> their descriptions, by name.
+    made: the calibrated arrays -> these arrays.
+    """
+
+    parameters: Callable[[int], dict[str, ArraySpec]]
+    made: Callable[[dict[str, Array]], dict[str, Array]]
+
+
 FitToLayer = Callable[[LayerTrace], dict[str, Shaped[np.ndarray, "..."]]]
 FOR_KERNELS = "kernel_"  # begins the name of a parameter in the dtype that GPU kernels compute with
 
@@ -73,6 +85,7 @@ class Learning:
         weights that are used as they are come back as the same objects.
     brought: True if the model's checkpoint brings the arrays of `parameters`, and no text is
         calibrated on.
+    compact: the arrays that a model carries in place of the calibrated ones, or None.
     key: the options that the parameters depend on, as text. Parameters of one key serve every codec
         with that key.
     """
@@ -86,6 +99,7 @@ class Learning:
     narrowed: tuple[tuple[str, str], ...] = ()
     weights: Callable[[LayerWeights], Tree] | None = None
     brought: bool = False
+    compact: Compact | None = None
     key: str = ""
 
     def calibrate(
@@ -108,6 +122,15 @@ class Learning:
     def from_weights(self, weights: LayerWeights) -> Tree:
         """Return the parameters that follow from the layer's weights, `()` if none do."""
         return () if self.weights is None else self.weights(weights)
+
+    def carried(self, heads: int) -> dict[str, ArraySpec]:
+        """Describe the arrays of a calibration that a model carries, for K KV heads."""
+        return (self.compact.parameters if self.compact else self.parameters)(heads)
+
+    def carry(self, calibrated: dict[str, Array]) -> dict[str, Array]:
+        """Return the arrays that a model carries, `carried` and `derived`, of calibrated ones."""
+        made = self.compact.made(calibrated) if self.compact else calibrated
+        return made | self.derive(calibrated)
 
     def derived(self, heads: int) -> dict[str, ArraySpec]:
         """Describe the arrays that `derive` returns for K KV heads."""

@@ -33,14 +33,11 @@ class RunsCodec(OneSideCodec):
     """Rows stored as the normalized channels u that `analysed` returns. The last channels are left
     out if they have no bits.
 
-    read_by_kernels: names of the parameters that kernels read after the body and the table of
-        steps, in their order. Empty if no kernel reads the body.
     fitted_with: the options that the calibrated arrays depend on, as text.
     unbiased: True if a token's scale makes errors orthogonal to the row.
     """
 
     format: RunFormat
-    read_by_kernels: ClassVar[tuple[str, ...]] = ()
     fitted_with: ClassVar[str] = FISHER
     unbiased: ClassVar[bool] = False
 
@@ -85,8 +82,12 @@ class RunsCodec(OneSideCodec):
         )
 
     def _kernel_arrays(self, params: Tree, body: RunArray) -> list[Array]:
-        parameters = [calibrated(params)[name] for name in self.read_by_kernels]
+        parameters = self._kernel_parameters(calibrated(params))
         return [*jax.tree.leaves(body), table_of(STEPS[1:]), *parameters]
+
+    def _kernel_parameters(self, params: Tree) -> list[Array]:
+        """Return the arrays that kernels read after the body and the table of steps."""
+        return []
 
     def describe(self) -> dict[str, Any]:
         return super().describe() | {"widths": "".join(map(str, self.format.widths))}

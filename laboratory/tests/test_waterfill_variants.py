@@ -64,7 +64,8 @@ def test_the_simulated_waterfill_reads_rows_as_the_method_does(options: str):
     window = jnp.asarray(np.moveaxis(rows[:TOKENS], 0, 1))[None]
     for side in moments.SIDES:
         codec = getattr(spec, side).codec(side, 0, dims, 32, "float32")
-        params = jax.tree.map(jnp.asarray, codec.learning.calibrate(rows, slopes))
+        fitted = jax.tree.map(jnp.asarray, codec.learning.calibrate(rows, slopes))
+        params = codec.learning.carry(fitted)
         body = codec.quantize(params, (), window, TokensAt(positions, prefill=True))
         wanted = codec.vectors(params, codec.dequantize(params, (), body), positions, rope)
         read = variant(0, side, window, positions, rope)

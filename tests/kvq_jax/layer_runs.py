@@ -249,7 +249,7 @@ def parameters_of(plan: LayerPlan) -> Any:
             found = codec.learning.fit_to_layer(_trace(text, moments))
         else:
             found = codec.learning.calibrate(rows, slopes, moments)
-        return (own or {}) | {name: jnp.asarray(array) for name, array in found.items()}
+        return (own or {}) | codec.learning.carry(jax.tree.map(jnp.asarray, found))
 
     pair = of(plan.k, made[0]), of(plan.v, made[1])
     return pair if any(pair) else ()

@@ -21,10 +21,10 @@ from kvq_jax.codecs.codec import Side
 from kvq_jax.codecs.dots import weigh_rows
 from kvq_jax.codecs.fitting import Rows
 from kvq_jax.codecs.kernels import Kernels, table_of
-from kvq_jax.codecs.learning import Learning
+from kvq_jax.codecs.learning import Compact, Learning
 from kvq_jax.codecs.rotating import LARGEST_ENTRY
 from kvq_jax.codecs.runs import FISHER, RunsCodec, calibrated
-from kvq_jax.methods.waterfill import fit
+from kvq_jax.methods.waterfill import fit, matrices
 from kvq_jax.types.array_types import ArraySpec, Axis, CachedRows, Tree
 from kvq_jax.types.rope import Rope
 
@@ -44,7 +44,6 @@ class KeyCodec(RunsCodec):
 
     side: Side = "k"
     pre_rope: bool = True
-    read_by_kernels = ("place", "scale", "mean")
 
     def parameters(self, heads: int) -> dict[str, ArraySpec]:
         rows = Axis("kv_heads", heads), Axis("channels", self.format.channels)
@@ -59,6 +58,9 @@ class KeyCodec(RunsCodec):
         params = calibrated(params)
         u = (rows - params["mean"][None, :, None]) / params["scale"][None, :, None]
         return _gathered(u, jnp.argsort(params["place"], axis=-1))
+
+    def _kernel_parameters(self, params: Tree) -> list[Array]:
+        return [params["place"], params["scale"], params["mean"]]
 
     def dequantize(self, params: Tree, stats: Tree, body: RunArray) -> CachedRows:
         params = calibrated(params)
@@ -75,7 +77,7 @@ class EigenCodec(RunsCodec):
     """Rows minus their mean, in the eigenbasis in which errors of equal energy cost the loss the
     same.
 
-    Parameters:
+    Calibrated parameters, of which a model carries the mean and the matrices in 16 bits:
 
         mean [K, H]
         analysis, synthesis [K, H, H]    inverses of each other
@@ -91,10 +93,18 @@ class EigenCodec(RunsCodec):
     def calibrate(self, rows: Rows, gradients: Rows) -> dict[str, Shaped[np.ndarray, "..."]]:
         return fit.eigenbasis(rows, gradients)
 
+    @property
+    def learning(self) -> Learning:
+        return dataclasses.replace(super().learning, compact=Compact(self._carried, _compact))
+
+    def _carried(self, heads: int) -> dict[str, ArraySpec]:
+        mean = self.parameters(heads)["mean"]
+        return {"mean": mean, **matrices.specs(heads, self.format.channels)}
+
     def analysed(self, params: Tree, rows: CachedRows) -> Float[Array, "B K T H"]:
         # One entry that is not finite would enter every channel.
         params, finite = calibrated(params), jnp.where(jnp.isfinite(rows), rows, 0)
-        return _turned(finite - params["mean"][None, :, None], params["analysis"])
+        return _turned(finite - params["mean"][None, :, None], matrices.analysis(params))
 
     def dequantize(self, params: Tree, stats: Tree, body: RunArray) -> CachedRows:
         params = calibrated(params)
@@ -104,7 +114,10 @@ class EigenCodec(RunsCodec):
     def _synthesized(
         self, params: Tree, u: Float[Array, "B K T stored"]
     ) -> Float[Array, "B K T H"]:
-        return _turned(u, params["synthesis"][:, : self.format.stored_channels])
+        return _turned(u, matrices.synthesis(params, self.format.stored_channels))
+
+    def _kernel_parameters(self, params: Tree) -> list[Array]:
+        return [matrices.synthesis(params), params["mean"]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +126,6 @@ class EigenKeyCodec(EigenCodec):
 
     side: Side = "k"
     pre_rope: bool = True
-    read_by_kernels = ("synthesis", "mean")
     fitted_with = f"{FISHER},basis=eigen"
 
     @property
@@ -133,7 +145,6 @@ class ValueCodec(EigenCodec):
 
     side: Side = "v"
     pre_rope: bool = False
-    read_by_kernels = ("synthesis", "mean")
 
     def weighted(
         self,
@@ -199,6 +210,10 @@ class RotatedValueCodec(RunsCodec):
         matrix = jnp.broadcast_to(rotation(channels), (heads, channels, channels))
         mean = jnp.zeros((heads, channels), jnp.float32)
         return [*jax.tree.leaves(body), table_of(STEPS[1:]), matrix, mean]
+
+
+def _compact(parameters: Tree) -> Tree:
+    return {"mean": parameters["mean"], **matrices.stored(parameters)}
 
 
 def _gathered(rows: Float[Array, "B K T H"], index: Int[Array, "K H"]) -> Float[Array, "B K T H"]:

@@ -137,7 +137,9 @@ def test_parameters_are_what_is_described(case: MethodCase):
     params = layer_runs.parameters_of(plan) or ((), ())
     from_weights = plan.from_weights(described_weights(plan))
     for own, made, codec in zip(params, from_weights, (plan.k, plan.v), strict=True):
-        promised = {**(made or {}), **codec.learning.parameters(plan.heads)}
+        learning = codec.learning
+        calibrated = learning.carried(plan.heads) | learning.derived(plan.heads)
+        promised = {**(made or {}), **calibrated}
         assert jax.tree.structure(promised) == jax.tree.structure(own or {})
         for (path, spec), array in zip(
             described(promised).items(), jax.tree.leaves(own), strict=True

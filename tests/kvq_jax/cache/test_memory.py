@@ -54,7 +54,7 @@ def parameters_of(plan: LayerPlan, dims: CacheDims, dtype: str) -> tuple[Any, ..
     kernel, gains = struct(width, kv, dtype=dtype), struct(width, dtype=dtype)
     bias = struct(kv, dtype=dtype) if isinstance(plan.k, BiasSubtracting) else None
     pair = plan.from_weights(LayerWeights(kernel, kernel, gains, struct(), k_bias=bias))
-    calibrated = (codec.learning.parameters(plan.heads) for codec in (plan.k, plan.v))
+    calibrated = (codec.learning.carried(plan.heads) for codec in (plan.k, plan.v))
     both = tuple(
         (from_weights or {}) | {name: spec.struct for name, spec in specs.items()}
         for from_weights, specs in zip(pair, calibrated, strict=True)

@@ -23,7 +23,7 @@ def size(spec: str, batch: int = 1, dtype: str = "bfloat16") -> kvq.size.Size:
     [
         ("xquant:bits=4", 128.25, 0, 4.81),  # 0.5 bits beside the 4.31 that are stored
         ("xquant_cl:bits=2", 704 + 2 / 128, 512, 7.385),  # 2.2 times smaller than bfloat16
-        ("waterfill:bits=4", 32.6875, 0, 4.19),
+        ("waterfill:bits=4", 16.8125, 0, 4.13),
         ("kivi:bits=4", 0, 0, 5.05),
         ("dense", 0, 0, 16.0),
     ],

@@ -3,6 +3,7 @@
 import itertools
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from kvq_jax.arrays.rotations import rotation, turn, turn_back
 from kvq_jax.arrays.run_array import RunFormat
 from kvq_jax.cache.cache import CacheDims
 from kvq_jax.codecs.runs import RunsCodec
-from kvq_jax.methods.waterfill import Waterfill, fit
+from kvq_jax.methods.waterfill import Waterfill, fit, matrices
 from kvq_jax.methods.waterfill.codec import EigenKeyCodec, KeyCodec, RotatedValueCodec, ValueCodec
 from tests.kvq_jax.methods.equations import read_back
 
@@ -65,8 +66,10 @@ def spiked(rows: np.ndarray) -> np.ndarray:
     return rows
 
 
-def stored_rows(codec: RunsCodec, params: dict[str, np.ndarray], rows: np.ndarray) -> np.ndarray:
-    """Return the rows [TOKENS, K, H] that the codec's body gives back."""
+def stored_rows(codec: RunsCodec, fitted: dict[str, np.ndarray], rows: np.ndarray) -> np.ndarray:
+    """Return the rows [TOKENS, K, H] that the codec's body gives back, with the parameters that a
+    model carries of fitted ones."""
+    params = codec.learning.carry(jax.tree.map(jnp.asarray, fitted))
     return np.moveaxis(read_back(codec, params, np.moveaxis(rows, 0, 1)), 0, 1)
 
 
@@ -110,6 +113,33 @@ def test_rows_in_an_eigenbasis_equal_the_numpy_version(kind: type[RunsCodec]):
     for other in ({"synthesis": params["synthesis"][:, ::-1]}, {"mean": params["mean"] + 1}):
         assert not same(stored_rows(codec, params | other, rows), wanted), f"other {other.keys()}"
     assert codec.facts.form == ("before_rope" if kind is EigenKeyCodec else "vectors")
+
+
+def test_a_model_carries_matrices_of_16_bits_whose_channels_have_units():
+    fitted = fit.eigenbasis(correlated(12), correlated(13))
+    wanted = {name: fitted[name] * 1.0 for name in matrices.CHANNELS}
+    for name, axis in matrices.CHANNELS.items():  # channels of very different sizes, and one of 0
+        sizes = np.expand_dims(10.0 ** np.linspace(-9, 9, WIDTH), -3 - axis)
+        wanted[name] = np.float32(fitted[name] * sizes)
+        wanted[name].swapaxes(axis, -1)[..., 5] = 0
+    params = matrices.stored(jax.tree.map(jnp.asarray, wanted))
+    read = {"analysis": matrices.analysis(params), "synthesis": matrices.synthesis(params)}
+    for name, axis in matrices.CHANNELS.items():
+        assert params[name].dtype == jnp.int16
+        largest = np.abs(wanted[name]).max(axis=-3 - axis, keepdims=True)
+        error = np.abs(np.asarray(read[name]) - wanted[name])
+        assert (error <= 1.6e-5 * largest).all(), name
+        assert (error > 1e-6 * largest).any(), f"{name} is exact, so the limit checks nothing"
+    described = EigenKeyCodec(RunFormat(WIDTH, BLOCK, WIDTHS)).learning.carried(HEADS)
+    carried = EigenKeyCodec(RunFormat(WIDTH, BLOCK, WIDTHS)).learning.carry(
+        jax.tree.map(jnp.asarray, fitted)
+    )
+    assert {name: (spec.shape, spec.dtype) for name, spec in described.items()} == {
+        name: (array.shape, array.dtype.name) for name, array in carried.items()
+    }
+    np.testing.assert_array_equal(
+        np.asarray(matrices.synthesis(carried, 8)), np.asarray(matrices.synthesis(carried))[:, :8]
+    )
 
 
 def test_rotated_values_equal_the_numpy_version():
