@@ -95,8 +95,11 @@ class Bench:
                 f"{plan.json} holds rows of another run ({', '.join(different)}): give another"
                 " --json, or delete it to begin anew"
             )
+        contexts = sorted({*plan.contexts, *(row.context for row in before.rows)})
+        every = dataclasses.replace(plan, contexts=tuple(contexts))
         return dataclasses.replace(
             report,
+            **header(every.command),
             rows=tuple(self._with_size(row) for row in before.rows),
             elsewhere=tuple(self._with_size(row) for row in before.elsewhere),
         )

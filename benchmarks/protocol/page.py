@@ -91,6 +91,7 @@ def _said(report: ProtocolReport) -> list[str]:
         )
     if report.partial:
         said.append(f"**Partial: {len(report.rows)} of {report.planned} rows.**")
+    said.append("Runs chose rows by --caches, --contexts and --readings.")
     commits = sorted({row.commit for row in report.rows})
     said.append(f"Code: {', '.join(commits)}.")
     return said

@@ -31,7 +31,12 @@ class Wanted(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A run as its command asks for it. texts: (domain, file's name, contents)."""
+    """A run as its command asks for it.
+
+    Args:
+        texts, calibration: (domain, file's name, contents).
+        named_texts: the command's words for them, files without a machine's folders.
+    """
 
     model: str
     config: LlamaConfig
@@ -45,7 +50,17 @@ class Plan:
     samples: int
     length: int
     json: pathlib.Path
-    command: tuple[str, ...]
+    named_texts: tuple[str, ...]
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """Return the words of the command that measures all rows, of every run that chooses some by
+        --caches and --readings."""
+        words = ["benchmarks.protocol", pathlib.Path(self.model).name, *self.named_texts]
+        words.append(f"--contexts {' '.join(map(str, self.contexts))}")
+        sizes = ("scored", "windows", *(("samples", "length") if self.calibration else ()))
+        words += [f"--{name} {getattr(self, name)}" for name in sizes]
+        return (*words, f"--json {self.json.name}")
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> Plan:
@@ -70,7 +85,7 @@ class Plan:
             options.samples,
             options.length,
             options.json,
-            tuple(_words(options)),
+            tuple(_named_texts(options)),
         )
 
     def sizes(self, context: int) -> Sizes:
@@ -129,23 +144,12 @@ def _text(words: str, names_alone: bool) -> tuple[str, str, str]:
     return domain, path.name, "" if names_alone else path.read_text(encoding="utf-8")
 
 
-def _words(options: argparse.Namespace) -> list[str]:
-    """Return the command's words. Files have their names, without a machine's folders."""
-
+def _named_texts(options: argparse.Namespace) -> list[str]:
     def named(text: str) -> str:
         domain, equals, file = text.partition("=")
         return f"{domain}{equals}{pathlib.Path(file).name if equals else ''}"
 
-    words = ["benchmarks.protocol", pathlib.Path(options.model).name]
-    words += [f"--text {named(text)}" for text in options.text]
+    words = [f"--text {named(text)}" for text in options.text]
     if options.calibration_text:
         words.append(f"--calibration-text {named(options.calibration_text)}")
-    words.append(f"--contexts {' '.join(map(str, options.contexts))}")
-    if tuple(options.readings) != READINGS:
-        words.append(f"--readings {' '.join(options.readings)}")
-    if options.caches:
-        words.append(f"--caches {' '.join(options.caches)}")
-    words += [f"--{name} {getattr(options, name)}" for name in ("scored", "windows")]
-    if options.calibration_text:
-        words += [f"--{name} {getattr(options, name)}" for name in ("samples", "length")]
-    return [*words, f"--json {options.json.name}"]
+    return words
