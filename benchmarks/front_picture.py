@@ -20,7 +20,7 @@ from kvq_tools.evaluation.intervals import Interval
 FILE = pathlib.Path(__file__).parents[1] / "docs" / "front.svg"
 WIDTH, HEIGHT = 800, 500
 LEFT, RIGHT, TOP, BOTTOM = 70, 780, 56, 424  # of the plot
-SIZES = 0.14, 4.6  # GiB at its sides, with room for names on the left
+SIZES = 0.13, 4.6  # GiB at its sides, with room for names on the left
 KL = 0.0003, 0.35  # nats at its bottom and top
 GAP = 17  # least pixels between labels
 COLOURS = {
