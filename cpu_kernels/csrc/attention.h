@@ -359,7 +359,7 @@ struct Attention : AttentionState {
     const Transposed across(keys, transposed);
     const Runs keys_in_runs = key_runs(), values_in_runs = value_runs();
     const RunsAcross runs(keys_in_runs, across_keys), runs_of_v(values_in_runs, across_values);
-    if (k_runs)
+    if (k_runs && !span.ordered)
       RunsAcross::served(k) ? runs.order_keys(span.keys.turns)
                             : keys_in_runs.order_keys(span.keys.turns);
     if (v_runs && !RunsAcross::served(v)) values_in_runs.clear();

@@ -175,6 +175,7 @@ struct Span {
   float scale;     // of scores
   float soft_cap;  // c tanh(score / c), or 0 for none
   float* scratch;  // scratch_floats(*k, *v, rows), aligned to 64 bytes
+  bool ordered;    // the scratch still holds the matrix of these keys, as a span before left it
   float* m;        // [rows]: the largest score
   float* l;        // [rows]: the sum of exp(score - m)
   float* o;        // [rows, H]: the sum of exp(score - m) * value

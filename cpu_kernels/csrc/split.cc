@@ -11,7 +11,7 @@ namespace {
 
 // A piece of a call: one KV head of one row of the batch, and the tokens of span number `span`, or
 // the windows.
-constexpr int64_t kOfWindows = -1;
+constexpr int64_t kOfWindows = -1, kNoHead = -1;
 
 // Neighbouring places of a body that some query sees. Places + offset are the numbers of tokens.
 struct Piece {
@@ -48,6 +48,7 @@ class Job {
     results_.resize(tasks_.size() * result_floats(call));
     helpers_ = std::max<int64_t>(0, std::min(helpers, size() - 1));
     scratch_.resize((helpers_ + 1) * scratch() + 16);
+    ordered_.resize(helpers_ + 1, kNoHead);
   }
 
   int64_t helpers() const { return helpers_; }
@@ -168,6 +169,9 @@ class Job {
       span.first = std::max(piece.first, s * kSpan),
       span.last = std::min(piece.last, (s + 1) * kSpan), span.offset = piece.offset;
     span.scratch = static_cast<float*>(std::align(64, 64, start, room)) + worker * scratch();
+    // All rows of a batch share a head's matrix. Windows leave other things in the scratch.
+    span.ordered = k.synthesis && s != kOfWindows && ordered_[worker] == h;
+    ordered_[worker] = s == kOfWindows ? kNoHead : h;
     span.m = result, span.l = result + call_.rows, span.o = result + 2 * call_.rows;
     kernel_(span);
   }
@@ -194,8 +198,9 @@ class Job {
 
   const Call call_;
   const AttendSpan kernel_;
-  std::vector<Task> tasks_;     // by row and head, as they are merged
-  std::vector<int64_t> order_;  // the order in which they begin
+  std::vector<Task> tasks_;       // by row and head, as they are merged
+  std::vector<int64_t> order_;    // the order in which they begin
+  std::vector<int64_t> ordered_;  // the head whose matrix each worker's scratch holds
   std::vector<float> results_, scratch_;
   int64_t helpers_ = 0;
 };

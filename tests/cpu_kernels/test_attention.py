@@ -45,6 +45,21 @@ def test_every_layout_is_read_as_it_was_written(case: str, group: int, tokens: i
     )
 
 
+def test_every_head_has_its_own_matrix_in_all_spans_and_rows():
+    """A thread that goes on with the same head keeps its matrix."""
+    k, v = CASES["runs of mixed keys"]
+    capacity = 65 * k.block  # three spans
+    q, keys, values, k_hat, v_hat = inputs("runs of mixed keys", 1, 1, capacity)
+    limits = np.full((BATCH, 1), capacity, np.int32)
+    _, l, o = decode_attention(q, (k.body, keys), (v.body, values), limits, capacity=capacity)
+    _, want_l, want_o = attention(q, k_hat, v_hat, limits)
+    error = row_errors(np.asarray(o) / np.asarray(l), want_o / want_l)
+    assert error.max() < k.error, f"worst relative error {error.max():.1e}"
+    _, want_l, want_o = attention(q, k_hat[:, ::-1], v_hat, limits)
+    error = row_errors(np.asarray(o) / np.asarray(l), want_o / want_l)
+    assert error.min() > 10 * k.error, "keys of another head pass"
+
+
 @pytest.mark.parametrize("dtype", native.WINDOW_DTYPES)
 @pytest.mark.parametrize(
     ("case", "slots"),
