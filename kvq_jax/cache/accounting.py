@@ -111,7 +111,11 @@ def unmet_options(cache: Cache) -> tuple[str, ...]:
 
     Args:
         cache: a cache, or its layout.
+
+    Raises:
+        ValueError: in one line, if it is no cache, or was consumed.
     """
+    check_cache(cache)
     sides = ((plan.heads, codec.facts.unmet) for plan in cache.plans for codec in plan.codecs)
     sentences = (unmet(heads) for heads, unmet in sides if unmet)
     return tuple(dict.fromkeys(sentence for sentence in sentences if sentence))
@@ -244,7 +248,11 @@ def components(cache: Cache) -> tuple[Component, ...]:
 
     Args:
         cache: a cache, or its layout.
+
+    Raises:
+        ValueError: in one line, if it is no cache, or was consumed.
     """
+    check_cache(cache)
     totals = {("-", "lengths"): nbytes(cache.lengths)}
     for part in (part for layer in layer_components(cache) for part in layer):
         totals[part.side, part.name] = totals.get((part.side, part.name), 0) + part.bytes

@@ -94,10 +94,14 @@ def save_cache(
             `load_beside` reads.
 
     Raises:
-        ValueError: if the cache was consumed.
+        ValueError: in one line, if the cache was consumed, or an array beside it has no numbers.
         OSError: if the file cannot be written.
     """
     check_cache(cache)
+    kept = {BESIDE + name: np.asarray(array) for name, array in (beside or {}).items()}
+    for name, array in kept.items():
+        if not (jnp.issubdtype(array.dtype, jnp.number) or array.dtype == np.bool_):
+            raise ValueError(f"{name} must be an array of numbers, got {array.dtype.name}")
     header = {
         "format": FORMAT,
         "format_version": VERSION,
@@ -113,7 +117,7 @@ def save_cache(
         name: order(leaf)
         for (name, leaf), order in zip(_named(cache).items(), orders(cache), strict=True)
     }
-    tensors |= {BESIDE + name: np.asarray(array) for name, array in (beside or {}).items()}
+    tensors |= kept
     if jax.process_index() == 0:
         save_tensors(path, tensors, header)
     if jax.process_count() > 1:

@@ -81,6 +81,8 @@ def seal(cache: Cache, layers: Sequence[int] | None = None, row: int | None = No
         raise NotImplementedError("caches on a mesh cannot be verified; leave out placement")
     lengths = np.array(cache.lengths)
     chosen = range(len(cache.layers)) if layers is None else layers
+    if np.ndim(chosen) != 1:
+        raise ValueError(f"{layers=} must be a sequence of layers, such as [0, 1]")
     check_between("layers", chosen, 0, len(cache.layers) - 1)
     check_between("row", 0 if row is None else row, 0, cache.batch - 1)
     of_rows = lengths if row is None else lengths[row, None]

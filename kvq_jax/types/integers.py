@@ -67,11 +67,11 @@ def integer(value: Any, least: int) -> int | None:
 
 
 def check_between(name: str, values: Integers, least: int, most: int) -> None:
-    """Raise ValueError, in one line that calls them `name`, if values are outside of [least, most].
-    Traced values are not checked, nor those of which other processes hold a part."""
+    """Raise ValueError, in one line that calls them `name`, if values are no integers or outside of
+    [least, most]. Traced values are not checked, nor those of which other processes hold a part."""
     if isinstance(values, Tracer) or not _is_here(values):
         return
-    host = np.asarray(values)
+    host = np.asarray(int32(name, values))
     outside = (host < least) | (host > most)
     if outside.any():
         raise ValueError(f"{name} must be between {least} and {most}, got {host[outside].flat[0]}")

@@ -54,6 +54,8 @@ MISTAKES = [
             lambda: kvq.files.seal(plan().init(2)),
             lambda: kvq.size.quantized_tokens(plan().init(2), 3),
             lambda: kvq.size.dropped_outliers(plan().init(2)),
+            lambda: kvq.size.components(plan().init(2)),
+            lambda: kvq.size.unmet_options(plan().init(2)),
         )
     ),
     (lambda: begun(begun(cache())), "got Step; kvq.finish(step) returns the cache"),
@@ -123,6 +125,18 @@ MISTAKES = [
     ),
     (lambda: kvq.size.quantized_tokens(cache(), 1.5), "tokens=1.5 must be an integer of at least"),
     (lambda: kvq.size.quantized_tokens(cache(), -1), "tokens=-1 must be an integer of at least 0"),
+    (lambda: kvq.files.seal(cache(), layers=0), "layers=0 must be a sequence of layers, such as"),
+    (lambda: kvq.files.seal(cache(), layers="0"), "layers='0' must be a sequence of layers, such"),
+    (lambda: kvq.files.seal(cache(), layers=[0.0]), "layers must be integers, got 0.0 of float64"),
+    (lambda: kvq.files.seal(cache(), row="0"), "row must be integers, got 0 of str32"),
+    (
+        lambda: kvq.files.save(cache(), FILE, beside={"text": "a"}),
+        "beside.text must be an array of numbers, got str32",
+    ),
+    (
+        lambda: kvq.begin(cache(), 3, prefill=True, parameters=3),
+        "parameters must be a sequence with an entry for each layer, got int",
+    ),
     (
         lambda: kvq.files.verify(kvq.rows.select(cache(), [0]), kvq.files.seal(cache())),
         "these seals are of another cache, or of one of its rows",
