@@ -213,7 +213,7 @@ def quantized_tokens(cache: Cache, tokens: int) -> int:
 
     Args:
         cache: a cache, or its layout.
-        tokens: the number of tokens in a row.
+        tokens: the number of tokens in a row. Those past the capacity are not stored.
 
     Raises:
         ValueError: in one line, if it is no cache, or no number of tokens.
@@ -222,7 +222,8 @@ def quantized_tokens(cache: Cache, tokens: int) -> int:
     count = integer(tokens, 0)
     if count is None:
         raise ValueError(f"{tokens=} must be an integer of at least 0")
-    return max((plan.regions.body(count) for plan in cache.plans if plan.quantizes), default=0)
+    stored = min(count, cache.capacity)
+    return max((plan.regions.body(stored) for plan in cache.plans if plan.quantizes), default=0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -175,6 +175,10 @@ def test_a_count_of_tokens_is_an_int_of_python():
         assert (type(counted), counted) == (int, 8)
 
 
+def test_tokens_past_the_capacity_are_not_counted():
+    assert kvq.size.quantized_tokens(cache(), 10**9) == kvq.size.quantized_tokens(cache(), 16)
+
+
 @pytest.mark.usefixtures("types_unchecked")
 def test_numbers_of_python_and_numpy_make_a_rotation_and_a_spec():
     rows, positions = jax.random.normal(jax.random.key(0), Q.shape), jnp.arange(3)[None]
