@@ -72,6 +72,10 @@ class Cache:
         """Return the same tree, with an `ArraySpec` in place of each array."""
         return axes(self.spec, self.dims, self.batch, self.capacity, self.dtype, self.placement)
 
+    def __getstate__(self) -> dict[str, object]:
+        check_held(self)
+        return self.__dict__
+
     def __repr__(self) -> str:
         return display.line("Cache", {"": self.spec} | self._facts())
 
@@ -259,17 +263,18 @@ def shardings(described: Cache, placement: Placement) -> Cache:
     return jax.tree.unflatten(jax.tree.structure(described), [*of_layers, placement.everywhere])
 
 
-def check_held(cache: Tree) -> None:
-    """Raise ValueError if a call has consumed the cache: its donated buffers are gone."""
+def check_held(tree: Tree, what: str = "this cache") -> None:
+    """Raise ValueError, which calls the tree `what`, if a call has consumed it: its donated buffers
+    are gone."""
     arrays = (
         leaf
-        for leaf in jax.tree.leaves(cache)
+        for leaf in jax.tree.leaves(tree)
         if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
     )
     if any(array.is_deleted() for array in arrays):
         raise ValueError(
-            "this cache was consumed by a call that took it over (prefill, score, generate, or a"
-            " jit that donates it): go on with the cache in that call's result"
+            f"{what} was consumed by a call that took it over (prefill, score, generate, or a jit"
+            " that donates it): go on with that call's result"
         )
 
 

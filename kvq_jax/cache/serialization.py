@@ -26,7 +26,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 
-from kvq_jax.cache.cache import Cache, axes, check_cache, layout, row_dtype
+from kvq_jax.cache.cache import Cache, axes, check_cache, check_held, layout, row_dtype
 from kvq_jax.cache.dims import SIZES, CacheDims, dims_of
 from kvq_jax.cache.moving import deals, orders, placers
 from kvq_jax.cache.spec import CacheSpec, parse
@@ -58,7 +58,11 @@ def fingerprint(tree: Tree) -> str:
 
     Args:
         tree: a tree of arrays, such as a model's weights or the method parameters.
+
+    Raises:
+        ValueError: if the tree was consumed.
     """
+    check_held(tree, "this tree of arrays")
     return fingerprint_of(jax.tree.leaves(tree))
 
 

@@ -2,6 +2,7 @@
 dtype, a consumed cache."""
 
 import functools
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -76,6 +77,8 @@ def test_a_consumed_cache_says_where_it_went(tmp_path):
         "select_rows": lambda c: kvq.rows.select(c, [0]),
         "merge_rows": lambda c: kvq.rows.merge(taken, c),
         "save_cache": lambda c: kvq.files.save(c, tmp_path / "f.safetensors"),
+        "fingerprint": kvq.files.fingerprint,
+        "pickle": pickle.dumps,
         "seal": kvq.files.seal,
         "overflowed": kvq.size.overflowed,
         "outlier_totals": kvq.size.outlier_totals,
