@@ -94,11 +94,12 @@ def load_weights(
 ) -> Llama:
     """Return the model of an open checkpoint with its weights as `dtype`, on a mesh if one is
     given. Raises as `load_llama` does."""
-    if jnp.dtype(dtype).name not in MODEL_DTYPES:
-        raise ValueError(
-            f"dtype={jnp.dtype(dtype).name!r} is not supported; supported:"
-            f" {', '.join(MODEL_DTYPES)}"
-        )
+    try:
+        name = jnp.dtype(dtype).name
+    except TypeError:
+        name = str(dtype)
+    if name not in MODEL_DTYPES:
+        raise ValueError(f"dtype={name!r} is not supported; supported: {', '.join(MODEL_DTYPES)}")
     _check_layers(checkpoint)
     config = _untie_if_stored_apart(checkpoint)
     if config.brings_kv_scales and isinstance(checkpoint, HfDirectory):

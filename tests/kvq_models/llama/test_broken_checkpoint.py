@@ -186,6 +186,6 @@ def test_a_config_that_does_not_fit_its_tensors_is_refused(saved, changes, named
 
 def test_an_unsupported_dtype_is_refused(saved):
     supported = "is not supported; supported: float32, bfloat16, float16"
-    for dtype in ("int8", "float64"):
+    for dtype in ("int8", "float64", "x16"):
         with pytest.raises(ValueError, match=f"dtype='{dtype}' {supported}"):
             load_llama(saved, dtype=dtype)
