@@ -11,6 +11,7 @@ import kvq_jax as kvq
 from kvq_jax.cache.cache import has_prompt_statistics, layout
 from kvq_jax.cache.spec import CacheSpec
 from kvq_jax.types.array_types import Integers
+from kvq_jax.types.integers import integer
 from kvq_models.llama.config import LlamaConfig
 from kvq_tools.evaluation.defaults import BATCH, CHUNK, MODES, MOST_WINDOW, PROMPT, STEP, Mode
 from kvq_tools.evaluation.windows import check_windows
@@ -69,6 +70,12 @@ def check_request(
 ) -> Settings:
     """Return complete settings, checked as far as that needs no weights. Raises as
     `evaluate_caches` does."""
+    known = ", ".join(Choices.__annotations__)
+    for name, value in choices.items():
+        if name not in Choices.__annotations__:
+            raise ValueError(f"an evaluation has no setting {name!r}; it has {known}")
+        if name != "mode" and value is not None and integer(value, 0) is None:
+            raise ValueError(f"{name}={value!r} must be an integer of at least 0")
     window, stride, prompt = choices.get("window"), choices.get("stride"), choices.get("prompt")
     window = min(MOST_WINDOW, config.positions) if window is None else window
     stride = max(1, window // 2) if stride is None else stride

@@ -68,6 +68,6 @@ def check_windows(
         )
     if prompt > window - stride and ids.size > window:
         raise ValueError(
-            f"a prompt of {prompt} tokens must fit into the {window - stride} that windows of"
-            f" {window} by {stride} overlap"
+            f"a prompt of {prompt} tokens must fit into the {window - stride} tokens that windows"
+            f" of {window} with a stride of {stride} have in common"
         )

@@ -7,6 +7,7 @@ import pytest
 from kvq_jax.cache.spec import parse
 from kvq_tools.evaluation import tokenize
 from kvq_tools.evaluation.results import Evaluation
+from kvq_tools.evaluation.settings import check_request
 from kvq_tools.evaluation.windows import check_windows, windows
 from laboratory.embedded_model.tokenizer import END_OF_TEXT, save_tokenizer, train_tokenizer
 from tests.kvq_models.checkpoints import tiny_config
@@ -63,7 +64,7 @@ WRONG = {
     "stride over window": (dict(stride=17), "between 1 and the window of 16"),
     "no stride": (dict(stride=0), "between 1 and the window of 16"),
     "prompt of a window": (dict(prompt=16), "leaves nothing to score in windows of 16"),
-    "prompt beyond the overlap": (dict(prompt=9), "must fit into the 8"),
+    "prompt beyond the overlap": (dict(prompt=9), "into the 8 tokens that windows of 16 with a"),
 }
 
 
@@ -83,6 +84,17 @@ def test_what_cannot_be_scored_is_refused_in_one_line(case):
 def test_tokens_that_are_no_integers_are_not_rounded(tokens):
     with pytest.raises(ValueError, match="token_ids must be integers, got"):
         check_windows(tiny_config(), tokens, 16, 8)
+
+
+@pytest.mark.usefixtures("types_unchecked")
+def test_settings_that_are_no_sizes_or_unknown_are_refused_in_one_line():
+    for choices, message in (
+        ({"window": "16"}, "window='16' must be an integer of at least 0"),
+        ({"stride": 8.0}, "stride=8.0 must be an integer of at least 0"),
+        ({"windows": 16}, "no setting 'windows'; it has window, stride, mode"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_request(tiny_config(), np.arange(40), [], **choices)
 
 
 @pytest.fixture(scope="module")
