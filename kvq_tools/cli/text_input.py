@@ -74,7 +74,7 @@ def check_samples(ids: list[int], length: int) -> None:
     if len(ids) <= length:
         shorter = f", or --length {len(ids) - 1}" if len(ids) > 1 else ""
         raise UserError(
-            f"samples of {length} tokens need a text of at least {length + 1}, and this one has"
+            f"a length of {length} needs a text of at least {length + 1} tokens, and this one has"
             f" {len(ids)}: give a longer --text{shorter}"
         )
 

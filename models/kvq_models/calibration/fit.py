@@ -120,8 +120,8 @@ def check_request(
     text_samples.check(token_ids, samples, length, config)
     if length <= spec.sink:
         raise ValueError(
-            f"samples of {length} tokens leave none to calibrate with: {str(spec)!r} keeps the"
-            f" first {spec.sink} in full precision; give a greater length"
+            f"a length of {length} leaves no token to calibrate with: {str(spec)!r} keeps the first"
+            f" {spec.sink} of a sample in full precision; give a greater length"
         )
 
 

@@ -36,8 +36,8 @@ def check(token_ids: Integers, samples: int, length: int, config: LlamaConfig) -
         )
     if tokens.ndim != 1 or tokens.size < length + 1:
         raise ValueError(
-            f"samples of {length} tokens need a text of at least {length + 1} tokens, and this one"
-            f" has {tokens.size}"
+            f"a length of {length} needs a text of at least {length + 1} tokens, and this one has"
+            f" {tokens.size}"
         )
     check_vocabulary(tokens, config)
 

@@ -17,7 +17,7 @@ from tests.kvq_models.checkpoints import random_llama, tiny_config
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "short text": (
         {"text": TEXT[:LENGTH]},
-        "samples of 20 tokens need a text of at least 21 tokens, and this one has 20",
+        "a length of 20 needs a text of at least 21 tokens, and this one has 20",
     ),
     "unknown token": (
         {"text": [5] * 30 + [96]},
@@ -31,7 +31,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "sinks as long as samples": (
         {"spec": f"{SPEC},sink=20"},
-        "keeps the first 20 in full precision",
+        "a length of 20 leaves no token to calibrate with",
     ),
 }
 
