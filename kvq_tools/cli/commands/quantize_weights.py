@@ -25,7 +25,7 @@ STORED_DTYPES = {"BF16": "bfloat16", "F16": "float16"}
 def run(options: argparse.Namespace) -> None:
     config = inputs.read_config(options.model)
     inputs.output_directory(options.out, empty=True)
-    text = text_input.read_text(options.text) if options.text else passage()
+    text = passage() if options.text is None else text_input.read_text(options.text)
     length = options.length or min(LENGTH, config.positions)
     inputs.warn_beyond(length, config, "samples of ")
     ids = text_input.encode(text_input.need_tokenizer(options.model, "read the text"), text)

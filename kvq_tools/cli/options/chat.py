@@ -43,6 +43,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     shared.add_model(parser)
     parser.add_argument(
         "--from",
+        type=values.file_name,
         dest="saved",
         metavar="F",
         help=(

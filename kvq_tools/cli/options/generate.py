@@ -59,6 +59,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--from",
+        type=values.file_name,
         dest="saved",
         metavar="F",
         help=(

@@ -58,6 +58,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--from",
+        type=values.file_name,
         metavar="JSON",
         dest="source",
         help="a report.json instead of MODEL, --text and --cache",

@@ -108,6 +108,7 @@ def _add_texts(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--chat-template",
+        type=values.file_name,
         metavar="F",
         help="a file with a chat template in Jinja, instead of the tokenizer's",
     )

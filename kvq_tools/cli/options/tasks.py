@@ -53,6 +53,7 @@ def add_generator_arguments(parser: argparse.ArgumentParser, text: str | None = 
     tasks that hide facts at depths of one."""
     parser.add_argument(
         "--data",
+        type=values.file_name,
         metavar="FILE",
         help="ready-made samples, one JSON object per line, instead of generated ones",
     )

@@ -87,6 +87,17 @@ REFUSED = [
     ("quantize-weights {model} --bits 4 --out ''", "--out is empty"),
     ("eval {model} --cache kivi --text ''", "the name of a file is empty; name a file"),
     ("generate {model} --prompt-file ''", "the name of a file is empty; name a file"),
+    ("quantize-weights {model} --bits 4 --out {tmp}/o --text ''", "the name of a file is empty"),
+    *(
+        (f"{command} ''", f"argument {command.split()[-1]}: the name is empty; name a file")
+        for command in (
+            "generate {model} --from",
+            "chat {model} --from",
+            "report --out {tmp}/o --from",
+            "passkey {model} --data",
+            "serve {model} --chat-template",
+        )
+    ),
     ("memory ''", "the name of the model is empty; give a directory"),
     ("generate '' --prompt a", "the name of the model is empty; give a directory"),
     ("serve {model} --prefix-dir {text}", "is a file; name a directory"),
