@@ -287,9 +287,8 @@ def _planners(
                 f" {config.positions} positions"
             )
         request.check(config)
-        work = kept.folder(options.model)
-        if options.work:
-            work = inputs.output_directory(options.work, "--work")
+        folder = kept.folder(options.model) if options.work is None else options.work
+        work = inputs.output_directory(str(folder), "--work")
         work.mkdir(parents=True, exist_ok=True)
     with loading(options.model), input_errors():
         llama, _ = load_llama(options.model, dtype="float32", weights="dense")

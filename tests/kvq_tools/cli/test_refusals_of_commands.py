@@ -242,6 +242,18 @@ def test_a_directory_that_cannot_be_written_is_found_before_any_work(
     )
 
 
+def test_a_plan_that_cannot_be_kept_names_the_option_for_another_folder(
+    tmp_path: pathlib.Path, run, monkeypatch
+):
+    text = tmp_path / "text"
+    text.write_text("the key of the cat " * 999)
+    monkeypatch.setenv("KVQ_CACHE", str(text))  # no directory can be made there
+    assert_one_line_error(
+        run("plan", "embedded", "--budget", "2bits", "--fast", "--text", text),
+        "cannot be written: Not a directory; name another directory",
+    )
+
+
 def test_the_current_folder_is_not_replaced(model, tmp_path: pathlib.Path, run, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert_one_line_error(
