@@ -7,7 +7,12 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """Return $KVQ_CACHE, else kvq in $XDG_CACHE_HOME, else ~/.cache/kvq. It need not exist."""
-    if folder := os.environ.get("KVQ_CACHE"):
-        return Path(folder).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "kvq"
+    """Return $KVQ_CACHE, else kvq in $XDG_CACHE_HOME, else ~/.cache/kvq. It need not exist, and
+    cannot be made for a user without a home, such as a number that a container runs as."""
+    folder = os.environ.get("KVQ_CACHE")
+    path = Path(folder or os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    try:
+        path = path.expanduser()
+    except RuntimeError:
+        path = Path("/nonexistent") / path.relative_to(path.parts[0])
+    return path if folder else path / "kvq"

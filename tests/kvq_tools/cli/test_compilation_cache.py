@@ -2,6 +2,7 @@
 otherwise."""
 
 import pathlib
+import pwd
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.compilation_cache import compilation_cache as jax_cache
 
+from kvq_jax.files.user_cache import cache_folder
 from kvq_tools.cli import compilation_cache
 from kvq_tools.cli.main import main
 
@@ -100,6 +102,15 @@ def test_a_folder_that_cannot_be_made_is_no_error(no_cache: pathlib.Path):
     no_cache.write_text("a file")
     compilation_cache.begin()
     assert jax.config.jax_compilation_cache_dir is None
+
+
+def test_a_user_without_a_home_has_a_cache_folder_that_cannot_be_made(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    for name in ("HOME", "XDG_CACHE_HOME", "KVQ_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)  # KeyError for every user
+    assert cache_folder() == pathlib.Path("/nonexistent/.cache/kvq")
 
 
 @pytest.mark.parametrize(("words", "kept"), [([], True), (["--no-compilation-cache"], False)])
