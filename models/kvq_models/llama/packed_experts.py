@@ -13,13 +13,12 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from kvq_jax.types.pytree import pytree
-from kvq_models.llama import packed_weights
 from kvq_models.llama.packed_weights import (
     OfMatrix,
     PackedMatrix,
+    by_kernel,
     by_tiles,
     native_products,
-    refused,
     rounded,
 )
 
@@ -52,18 +51,6 @@ def expert_products(
     return [product.astype(x.dtype) for product in _products(wide, chosen, tuple(weights))]
 
 
-@jax.custom_jvp
-def _products(
-    x: Float[Array, "n I"], chosen: Int[Array, "n"], weights: tuple[PackedExperts, ...]
-) -> list[Float[Array, "n _"]]:
-    if packed_weights.unavailable() is not None:
-        return _by_xla(x, chosen, weights)
-    return lax.platform_dependent(x, chosen, weights, cpu=_native, default=_by_xla)
-
-
-_products.defjvp(refused)
-
-
 def _native(
     x: Float[Array, "n I"], chosen: Int[Array, "n"], weights: tuple[PackedExperts, ...]
 ) -> list[Array]:
@@ -74,6 +61,9 @@ def _by_xla(
     x: Float[Array, "n I"], chosen: Int[Array, "n"], weights: tuple[PackedExperts, ...]
 ) -> list[Array]:
     return [_by_expert(x, chosen, w) for w in weights]
+
+
+_products = by_kernel(_native, _by_xla)
 
 
 def _by_expert(x: Float[Array, "n I"], chosen: Int[Array, "n"], w: PackedExperts) -> Array:

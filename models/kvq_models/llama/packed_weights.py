@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias
 
 import jax
@@ -321,21 +321,23 @@ def products(x: Float[Array, "... I"], weights: Sequence[Any]) -> list[Float[Arr
     return [product.astype(x.dtype) for product in kind.products(x, tuple(weights))]
 
 
-@jax.custom_jvp
-def _of_rows(
-    x: Float[Array, "T I"], weights: tuple[PackedMatrix, ...]
-) -> list[Float[Array, "T _"]]:
-    if unavailable() is not None:
-        return _in_tiles(x, weights)
-    return lax.platform_dependent(x, weights, cpu=native_products, default=_in_tiles)
+def by_kernel(native: Callable[..., Any], by_xla: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function that is `native` on a CPU with native kernels, and `by_xla` elsewhere. It
+    has no gradient."""
 
+    @jax.custom_jvp
+    def product(*arguments: Any) -> Any:
+        if unavailable() is not None:
+            return by_xla(*arguments)
+        return lax.platform_dependent(*arguments, cpu=native, default=by_xla)
 
-@_of_rows.defjvp
-def refused(primals: Any, tangents: Any) -> Any:
-    """Refuse a gradient."""
-    raise NotImplementedError(
-        "packed weights have no gradient: load the model with weights='dense'"
-    )
+    @product.defjvp
+    def refused(*_: Any) -> Any:
+        raise NotImplementedError(
+            "packed weights have no gradient: load the model with weights='dense'"
+        )
+
+    return product
 
 
 def native_products(
@@ -361,6 +363,9 @@ def native_products(
 
 def _in_tiles(x: Float[Array, "T I"], weights: tuple[PackedMatrix, ...]) -> list[Array]:
     return [by_tiles(rounded(x, w), w) for w in weights]
+
+
+_of_rows = by_kernel(native_products, _in_tiles)
 
 
 def rounded(x: Float[Array, "T I"], w: PackedMatrix) -> Float[Array, "T I"]:

@@ -9,18 +9,16 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int32, Shaped, UInt8, UInt16, UInt32
 
-from cpu_kernels.library import unavailable
 from cpu_kernels.tabled_product import tabled_products
 from kvq_jax.types.pytree import pytree
 from kvq_models.llama import huge_pages
-from kvq_models.llama.packed_weights import TILE, Activations, Multiplied, refused
+from kvq_models.llama.packed_weights import TILE, Activations, Multiplied, by_kernel
 from kvq_models.llama.quantized.dense_and_sparse import WORD, TabledRows, is_finite
 
 _SHIFTS = np.arange(0, 32, 4, dtype=np.uint32)[None, None, :]
@@ -95,22 +93,15 @@ def _values(w: TabledMatrix, first: Any, count: int) -> Float[Array, "count I"]:
     return values.at[at].set(w.sparse_values.astype(jnp.float32), mode="drop")
 
 
-@jax.custom_jvp
-def _of_rows(x: Float[Array, "T I"], weights: tuple[TabledMatrix, ...]) -> list[Array]:
-    if unavailable() is not None:
-        return _in_tiles(x, weights)
-    return lax.platform_dependent(x, weights, cpu=_native, default=_in_tiles)
-
-
-_of_rows.defjvp(refused)
-
-
 def _native(x: Float[Array, "T I"], weights: tuple[TabledMatrix, ...]) -> list[Array]:
     return tabled_products(x, [w.arrays for w in weights])
 
 
 def _in_tiles(x: Float[Array, "T I"], weights: tuple[TabledMatrix, ...]) -> list[Array]:
     return [_by_tiles(x, w) for w in weights]
+
+
+_of_rows = by_kernel(_native, _in_tiles)
 
 
 def _by_tiles(x: Float[Array, "T I"], w: TabledMatrix) -> Float[Array, "T O"]:

@@ -13,7 +13,7 @@ import pytest
 import kvq_jax as kvq
 from kvq_jax.cache.accounting import nbytes
 from kvq_models.calibration.weights import PROJECTIONS, quantize_weights
-from kvq_models.llama import hf_names, packed_loading, tabled_weights
+from kvq_models.llama import hf_names, packed_loading, packed_weights, tabled_weights
 from kvq_models.llama.checkpoint import CheckpointError, load_llama, save_llama
 from kvq_models.llama.model import Llama, forward
 from kvq_models.llama.packed_weights import is_packed
@@ -21,7 +21,7 @@ from kvq_models.llama.tabled_weights import TabledMatrix, packed_rows
 from tests.kvq_models.checkpoints import random_llama, row_errors, tiny_config
 from tests.kvq_models.llama.saved_checkpoint import change_config, change_tensors
 
-NATIVE = tabled_weights.unavailable() is None
+NATIVE = packed_weights.unavailable() is None
 TOKENS = np.random.default_rng(0).integers(0, 64, 200)
 SIZES: dict[str, Any] = dict(bits=4, sparse=0.02, samples=2, length=16)
 Q_PROJ = "model.layers.0.self_attn.q_proj"
@@ -86,7 +86,7 @@ def test_xla_multiplies_by_tiles_as_the_kernel_does(
     matrix = random_matrix(40, 72, sparse, dtype)
     x = np.random.default_rng(1).normal(size=(2, 3, 72)).astype(np.float32)
     want = x @ np.asarray(matrix.dequantized(), float)
-    monkeypatch.setattr(tabled_weights, "unavailable", lambda: "no library")
+    monkeypatch.setattr(packed_weights, "unavailable", lambda: "no library")
     by_xla = np.asarray(jnp.asarray(x) @ matrix)
     monkeypatch.undo()
     by_default = np.asarray(jnp.asarray(x) @ matrix)
