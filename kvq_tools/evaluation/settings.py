@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypedDict, Unpack
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import numpy as np
 
@@ -36,6 +36,11 @@ class Settings(NamedTuple):
     chunk: int = CHUNK
     prompt: int = 0
     step: int = STEP
+
+    def stated(self) -> dict[str, Any]:
+        """Return the settings by name, with None for those that the mode does not use."""
+        unused = {"chunked": ("step",), "decode": ("chunk",), "fake": ("chunk", "step")}[self.mode]
+        return self._asdict() | dict.fromkeys(unused)
 
     def read_tokens(self, window: int) -> int:
         """Return the number of tokens in the cache when a window reads it for the last time."""

@@ -67,7 +67,12 @@ def collect(
         date=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         model=_model(plan.model, plain),
         text=schema.TextFacts(plan.text, text.ids.size, first.tokens, first.utf8_bytes),
-        request=_request(settings, config, first.window, seconds),
+        request=schema.EvaluationRequest(
+            **settings.stated(),
+            capacity=first.window,
+            bf16_bytes=kvq.size.dense_nbytes(config, 1, first.window),
+            seconds=round(seconds, 1),
+        ),
         positions=tuple(schema.Positions(p.first, p.last, p.tokens) for p in parts),
         exact=schema.Exact(
             finite(first.exact_perplexity),
@@ -103,23 +108,6 @@ def _model(name: str, llama: Llama) -> schema.ModelFacts:
         head_dim=config.head_dim,
         positions=config.max_position_embeddings,
         dtype=llama.embed[...].dtype.name,
-    )
-
-
-def _request(
-    settings: Settings, config: LlamaConfig, capacity: int, seconds: float
-) -> schema.EvaluationRequest:
-    return schema.EvaluationRequest(
-        mode=settings.mode,
-        window=settings.window,
-        stride=settings.stride,
-        prompt=settings.prompt,
-        chunk=settings.chunk if settings.mode == "chunked" else None,
-        step=settings.step if settings.mode == "decode" else None,
-        batch=settings.batch,
-        capacity=capacity,
-        bf16_bytes=kvq.size.dense_nbytes(config, 1, capacity),
-        seconds=round(seconds, 1),
     )
 
 
