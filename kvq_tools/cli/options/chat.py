@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import textwrap
 
-from kvq_tools.cli.options import sampling, shared, values
+from kvq_tools.cli.options import shared
 
 MOST_CAPACITY = 4096  # tokens of a cache by default, if the model has as many positions
 
@@ -41,18 +41,10 @@ in the conversation:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     shared.add_model(parser)
-    parser.add_argument(
-        "--from",
-        type=values.file_name,
-        dest="saved",
-        metavar="F",
-        help=(
-            "go on from a file of `kvq prefill`: in a saved chat your first message ends the "
-            "saved one, a saved text comes before the conversation"
-        ),
-    )
-    shared.add_cache(
-        parser, "the cache (default: dense; with --from, the one in the file)", default=None
+    shared.add_saved(
+        parser,
+        "go on from a file of `kvq prefill`: in a saved chat your first message ends the "
+        "saved one, a saved text comes before the conversation",
     )
     shared.add_calibration(parser)
     parser.add_argument(
@@ -60,14 +52,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="the system message (default: the one of the chat template, if any)",
     )
-    sampling.add_sampling(parser, max_new_tokens=256)
-    parser.add_argument(
+    shared.add_sampling(parser, max_new_tokens=256)
+    shared.add_number(
+        parser,
         "--capacity",
-        metavar="S",
-        type=values.positive,
-        help=(
-            f"tokens that the cache can hold (default: {MOST_CAPACITY}, at most the positions "
-            "that the model was trained for)"
-        ),
+        "S",
+        f"tokens that the cache can hold (default: {MOST_CAPACITY}, at most the positions "
+        "that the model was trained for)",
     )
     shared.add_mesh(parser)

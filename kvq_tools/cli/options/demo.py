@@ -57,10 +57,4 @@ def configure(parser: argparse.ArgumentParser) -> None:
             "(default: %(default)s)"
         ),
     )
-    parser.add_argument(
-        "--new-tokens",
-        metavar="N",
-        type=values.positive,
-        default=NEW_TOKENS,
-        help="tokens to generate (default: %(default)s)",
-    )
+    shared.add_number(parser, "--new-tokens", "N", "tokens to generate", default=NEW_TOKENS)

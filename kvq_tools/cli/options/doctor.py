@@ -27,9 +27,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     shared.add_model(parser)
     shared.add_cache(parser)
     shared.add_calibration(parser)
-    parser.add_argument(
+    shared.add_number(
+        parser,
         "--context",
-        metavar="S",
+        "S",
+        "capacity in tokens (default: the model's max_position_embeddings)",
         type=values.token_count,
-        help="capacity in tokens (default: the model's max_position_embeddings)",
     )

@@ -24,20 +24,14 @@ def add_request(parser: argparse.ArgumentParser, required: bool = True) -> None:
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
     """Add how a text is cut into windows and read."""
-    parser.add_argument(
+    shared.add_number(
+        parser,
         "--window",
-        metavar="W",
-        type=values.positive,
-        help=(
-            "tokens per window (default: the model's max_position_embeddings, at most "
-            f"{MOST_WINDOW})"
-        ),
+        "W",
+        f"tokens per window (default: the model's max_position_embeddings, at most {MOST_WINDOW})",
     )
-    parser.add_argument(
-        "--stride",
-        metavar="S",
-        type=values.positive,
-        help="tokens from one window to the next (default: half a window)",
+    shared.add_number(
+        parser, "--stride", "S", "tokens from one window to the next (default: half a window)"
     )
     parser.add_argument(
         "--mode",
@@ -45,48 +39,27 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
         default="decode",
         help="how the cache is used (default: %(default)s)",
     )
-    parser.add_argument(
-        "--chunk",
-        metavar="C",
-        type=values.positive,
-        help=f"tokens per chunk in --mode chunked (default: {CHUNK})",
+    shared.add_number(
+        parser, "--chunk", "C", f"tokens per chunk in --mode chunked (default: {CHUNK})"
     )
-    parser.add_argument(
+    shared.add_number(
+        parser,
         "--prompt",
-        metavar="P",
+        "P",
+        "in --mode decode, prefill the first P tokens of each window without scoring them "
+        f"(default: 0, or {PROMPT} and at most the overlap of two windows if one of the "
+        "caches takes statistics from a prompt)",
         type=values.count,
-        help=(
-            "in --mode decode, prefill the first P tokens of each window without scoring them "
-            f"(default: 0, or {PROMPT} and at most the overlap of two windows if one of the "
-            "caches takes statistics from a prompt)"
-        ),
     )
-    parser.add_argument(
+    shared.add_number(
+        parser,
         "--step",
-        metavar="T",
-        type=values.positive,
-        help=(
-            "tokens per step in --mode decode; fused GPU kernels serve 1, larger steps are "
-            f"faster (default: {STEP})"
-        ),
+        "T",
+        "tokens per step in --mode decode; fused GPU kernels serve 1, larger steps are "
+        f"faster (default: {STEP})",
     )
-    parser.add_argument(
-        "--batch",
-        metavar="B",
-        type=values.positive,
-        default=BATCH,
-        help="windows at a time (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--limit",
-        metavar="TOKENS",
-        type=values.positive,
-        help="read only the first tokens of the text",
-    )
-    parser.add_argument(
-        "--buckets",
-        metavar="N",
-        type=values.positive,
-        default=BUCKETS,
-        help="parts of a window, for numbers by position (default: %(default)s)",
+    shared.add_number(parser, "--batch", "B", "windows at a time", default=BATCH)
+    shared.add_number(parser, "--limit", "TOKENS", "read only the first tokens of the text")
+    shared.add_number(
+        parser, "--buckets", "N", "parts of a window, for numbers by position", default=BUCKETS
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from kvq_tools.cli.options import engine_size, sampling, shared, values
+from kvq_tools.cli.options import shared, values
 
 MOST_DRAFTS = 256  # a step computes logits for each
 
@@ -57,39 +57,28 @@ def configure(parser: argparse.ArgumentParser) -> None:
             "answers are skipped"
         ),
     )
-    parser.add_argument(
-        "--from",
-        type=values.file_name,
-        dest="saved",
-        metavar="F",
-        help=(
-            "continue from a file of `kvq prefill`; a prompt is a question about it: it "
-            "follows the saved text, or ends the user's message of a saved chat"
-        ),
-    )
-    shared.add_cache(
-        parser, "the cache (default: dense; with --from, the one in the file)", default=None
+    shared.add_saved(
+        parser,
+        "continue from a file of `kvq prefill`; a prompt is a question about it: it "
+        "follows the saved text, or ends the user's message of a saved chat",
     )
     shared.add_calibration(parser)
-    sampling.add_sampling(parser, max_new_tokens=128)
-    parser.add_argument(
+    shared.add_sampling(parser, max_new_tokens=128)
+    shared.add_number(
+        parser,
         "--capacity",
-        metavar="S",
-        type=values.positive,
-        help=(
-            "tokens that the cache can hold (default: prompt and new tokens, rounded up to a "
-            "multiple of 64)"
-        ),
+        "S",
+        "tokens that the cache can hold (default: prompt and new tokens, rounded up to a "
+        "multiple of 64)",
     )
-    engine_size.add_size(parser, capacity=False)
+    shared.add_size(parser, capacity=False)
     shared.add_mesh(parser)
     parser.add_argument("--stream", action="store_true", help="print text as it comes")
-    parser.add_argument(
+    shared.add_number(
+        parser,
         "--draft",
-        metavar="N",
+        "N",
+        "prompt-lookup decoding: draft up to N tokens per step from earlier text; output "
+        "is unchanged (default: none)",
         type=values.integer(1, MOST_DRAFTS),
-        help=(
-            "prompt-lookup decoding: draft up to N tokens per step from earlier text; output "
-            "is unchanged (default: none)"
-        ),
     )

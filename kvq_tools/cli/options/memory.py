@@ -48,11 +48,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         parser, "a cache; can be repeated (default with --budget: all that were measured)"
     )
     shared.add_sequences(parser)
-    parser.add_argument(
+    shared.add_number(
+        parser,
         "--budget",
-        metavar="SIZE",
+        "SIZE",
+        "list the caches that fit, such as 24GiB; with --cache, the largest context that fits",
         type=values.byte_size,
-        help="list the caches that fit, such as 24GiB; with --cache, the largest context that fits",
     )
     shared.add_fixed_dtype(parser, "full-precision rows and of the model")
     _add_roofline(parser)
@@ -91,11 +92,12 @@ def _add_mesh(parser: argparse.ArgumentParser) -> None:
             "all placements), or rows=R,heads=H,tokens=T"
         ),
     )
-    parser.add_argument(
+    shared.add_number(
+        parser,
         "--devices",
-        metavar="N",
+        "N",
+        "devices of the mesh (default: as many as WAYS names, 8 for auto)",
         type=values.integer(1, 4096),
-        help="devices of the mesh (default: as many as WAYS names, 8 for auto)",
     )
     parser.add_argument(
         "--device",

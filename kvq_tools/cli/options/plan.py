@@ -111,19 +111,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     shared.add_sequences(parser)
     shared.add_fixed_dtype(parser, "full-precision rows")
     _add_speed(parser)
-    parser.add_argument(
-        "--window",
-        metavar="W",
-        type=values.positive,
-        help=f"tokens per measured window (default: at most {WINDOW})",
+    shared.add_number(
+        parser, "--window", "W", f"tokens per measured window (default: at most {WINDOW})"
     )
-    parser.add_argument(
-        "--windows",
-        metavar="N",
-        type=values.positive,
-        default=WINDOWS,
-        help="measured windows (default: %(default)s)",
-    )
+    shared.add_number(parser, "--windows", "N", "measured windows", default=WINDOWS)
     parser.add_argument(
         "--work",
         metavar="DIR",
@@ -160,9 +151,10 @@ def _add_speed(parser: argparse.ArgumentParser) -> None:
             "such as 756e12:2e12"
         ),
     )
-    parser.add_argument(
+    shared.add_number(
+        parser,
         "--tokens-per-second",
-        metavar="X",
+        "X",
+        "total over all sequences, at the full context",
         type=float,
-        help="total over all sequences, at the full context",
     )

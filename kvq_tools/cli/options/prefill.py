@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from kvq_tools.cli.options import shared, values
+from kvq_tools.cli.options import shared
 
 ROOM = 512  # tokens of a question and its answer
 
@@ -35,14 +35,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", metavar="F", required=True, help="the file to write, such as prompt.safetensors"
     )
-    parser.add_argument(
+    shared.add_number(
+        parser,
         "--capacity",
-        metavar="S",
-        type=values.positive,
-        help=(
-            "tokens that the cache can hold, including those still to be generated (default: "
-            f"the prompt and {ROOM} more)"
-        ),
+        "S",
+        "tokens that the cache can hold, including those still to be generated (default: "
+        f"the prompt and {ROOM} more)",
     )
     shared.add_implementation(parser)
     shared.add_dtype(parser, one_cache=True)

@@ -74,19 +74,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
             "the model's limit)"
         ),
     )
-    parser.add_argument(
-        "--steps",
-        metavar="N",
-        type=values.positive,
-        default=STEPS,
-        help="timed steps (default: %(default)s)",
-    )
-    parser.add_argument(
+    shared.add_number(parser, "--steps", "N", "timed steps", default=STEPS)
+    shared.add_number(
+        parser,
         "--sample",
-        metavar="TOKENS",
-        type=values.positive,
+        "TOKENS",
+        "first tokens of the text whose magnitudes and errors are shown",
         default=SAMPLE,
-        help=(
-            "first tokens of the text whose magnitudes and errors are shown (default: %(default)s)"
-        ),
     )

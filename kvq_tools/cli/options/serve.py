@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from kvq_models.inference.engine.limits import QUEUE_LIMIT, SLOTS
-from kvq_tools.cli.options import engine_size, shared, values
+from kvq_tools.cli.options import shared, values
 
 MOST_GRACE = 86_400  # a day
 
@@ -45,14 +45,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     shared.add_calibration(parser)
     _add_clients(parser)
     _add_texts(parser)
-    engine_size.add_size(parser)
-    parser.add_argument(
-        "--queue",
-        metavar="N",
-        type=values.positive,
-        default=QUEUE_LIMIT,
-        help="most requests that may wait (default: %(default)s)",
-    )
+    shared.add_size(parser)
+    shared.add_number(parser, "--queue", "N", "most requests that may wait", default=QUEUE_LIMIT)
     _add_prefixes(parser)
     _add_limits(parser)
     shared.add_mesh(parser)
@@ -121,25 +115,25 @@ def _add_texts(parser: argparse.ArgumentParser) -> None:
 
 def _add_prefixes(parser: argparse.ArgumentParser) -> None:
     """Add the memory for prompts that were already read."""
-    parser.add_argument(
+    shared.add_number(
+        parser,
         "--prefix-memory",
-        metavar="BYTES",
+        "BYTES",
+        "host memory for prompts that were already read, which requests with the same "
+        "beginning reuse; 0 keeps none (default: 512MiB; none with --mesh)",
         type=values.byte_size,
-        help=(
-            "host memory for prompts that were already read, which requests with the same "
-            "beginning reuse; 0 keeps none (default: 512MiB; none with --mesh)"
-        ),
     )
     parser.add_argument(
         "--prefix-dir",
         metavar="DIR",
         help="also keep them on disk here, for the next server of this model and cache",
     )
-    parser.add_argument(
+    shared.add_number(
+        parser,
         "--prefix-disk",
-        metavar="BYTES",
+        "BYTES",
+        "most bytes in --prefix-dir, such as 20GiB (default: 4GiB)",
         type=values.byte_size,
-        help="most bytes in --prefix-dir, such as 20GiB (default: 4GiB)",
     )
 
 
@@ -152,12 +146,13 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         default=8 << 20,
         help="largest request body, such as 8MiB (default: 8MiB)",
     )
-    parser.add_argument(
+    shared.add_number(
+        parser,
         "--grace",
-        metavar="SECONDS",
+        "SECONDS",
+        "how long answers may take after SIGTERM",
         type=values.integer(1, MOST_GRACE),
         default=60,
-        help="how long answers may take after SIGTERM (default: %(default)s)",
     )
     parser.add_argument(
         "--verify",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from typing import Any
 
+from kvq_models.inference.engine.limits import MOST_SLOTS, SLOTS
 from kvq_tools.cli.console import UserError
 from kvq_tools.cli.options import values
 
@@ -37,6 +39,21 @@ SPEC, the argument of --cache:
   auto:bits=2.5 is waterfill with the widths that a plan of the model found.
   plan.json is the cache that `kvq plan --out plan.json` wrote.
   `kvq methods` lists all names and options."""
+
+
+def add_number(
+    parser: argparse.ArgumentParser,
+    option: str,
+    metavar: str,
+    text: str,
+    *,
+    type: Callable[[str], float] = values.positive,
+    default: float | None = None,
+) -> None:
+    """Add an option that takes a number: a positive integer, unless `type` reads another one. Its
+    help is `text`, and the default if there is one."""
+    shown = "" if default is None else " (default: %(default)s)"
+    parser.add_argument(option, metavar=metavar, type=type, default=default, help=text + shown)
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -134,6 +151,12 @@ def add_cache(
     )
 
 
+def add_saved(parser: argparse.ArgumentParser, text: str) -> None:
+    """Add --from, a file of `kvq prefill`, and --cache, which it decides. `text` is its help."""
+    parser.add_argument("--from", type=values.file_name, dest="saved", metavar="F", help=text)
+    add_cache(parser, "the cache (default: dense; with --from, the one in the file)", default=None)
+
+
 def add_caches(
     parser: argparse.ArgumentParser,
     text: str = "a cache; can be repeated",
@@ -167,18 +190,19 @@ def add_prompt(parser: argparse.ArgumentParser, *, required: bool) -> Any:
 
 def add_samples(parser: argparse.ArgumentParser, samples: int, length: int, *, result: str) -> None:
     """Add the random samples of a text that the model runs on. They decide the `result`."""
-    parser.add_argument(
+    add_number(
+        parser,
         "--samples",
-        metavar="N",
+        "N",
+        "random samples of the text",
         type=values.integer(1, MOST_SAMPLES),
         default=samples,
-        help="random samples of the text (default: %(default)s)",
     )
-    parser.add_argument(
+    add_number(
+        parser,
         "--length",
-        metavar="W",
-        type=values.positive,
-        help=f"tokens per sample (default: {length}, at most the positions of the model)",
+        "W",
+        f"tokens per sample (default: {length}, at most the positions of the model)",
     )
     parser.add_argument(
         "--seed",
@@ -190,21 +214,14 @@ def add_samples(parser: argparse.ArgumentParser, samples: int, length: int, *, r
 
 def add_sequences(parser: argparse.ArgumentParser) -> None:
     """Add the number of sequences of a cache, and their length."""
-    parser.add_argument(
+    add_number(
+        parser,
         "--context",
-        metavar="S",
+        "S",
+        "tokens per sequence, such as 4096, 128K or 10M (default: the positions of the model)",
         type=values.token_count,
-        help=(
-            "tokens per sequence, such as 4096, 128K or 10M (default: the positions of the model)"
-        ),
     )
-    parser.add_argument(
-        "--batch",
-        metavar="B",
-        type=values.positive,
-        default=1,
-        help="sequences (default: %(default)s)",
-    )
+    add_number(parser, "--batch", "B", "sequences", default=1)
 
 
 def add_mesh(parser: argparse.ArgumentParser) -> None:
@@ -219,3 +236,71 @@ def add_mesh(parser: argparse.ArgumentParser) -> None:
             "XLA_FLAGS=--xla_force_host_platform_device_count=8. See docs/scale.md"
         ),
     )
+
+
+def add_size(parser: argparse.ArgumentParser, *, capacity: bool = True) -> None:
+    """Add the options that set an engine's size. `size_of` reads them."""
+    add_number(
+        parser,
+        "--memory",
+        "BYTES",
+        "memory for the caches, such as 8GiB: uses as many slots as fit, at most "
+        f"{MOST_SLOTS} (weights not counted)",
+        type=values.byte_size,
+    )
+    add_number(
+        parser,
+        "--slots",
+        "B",
+        f"requests at a time (default: {SLOTS}, or as many as fit into --memory)",
+    )
+    if capacity:
+        add_number(
+            parser,
+            "--capacity",
+            "S",
+            "tokens per slot (default: the positions that the model was trained for)",
+        )
+
+
+def add_sampling(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> None:
+    """Add the options of generation that `generate` and `chat` share."""
+    add_number(parser, "--max-new-tokens", "N", "stop after N tokens", default=max_new_tokens)
+    add_number(
+        parser,
+        "--temperature",
+        "T",
+        "0 is greedy (default: what the model's generation_config.json asks for, else greedy, "
+        "or 1 with --top-k, --top-p or --min-p)",
+        type=float,
+    )
+    add_number(
+        parser,
+        "--top-k",
+        "K",
+        "sample from the K most probable tokens (0: all; default: the model's)",
+        type=int,
+    )
+    add_number(
+        parser,
+        "--top-p",
+        "P",
+        "sample from the fewest tokens whose probabilities add up to P (default: the model's)",
+        type=float,
+    )
+    add_number(
+        parser,
+        "--min-p",
+        "P",
+        "sample from tokens at least P times as probable as the best (default: the model's)",
+        type=float,
+    )
+    parser.add_argument(
+        "--seed",
+        metavar="N",
+        type=values.seed,
+        default=0,
+        help="the same seed gives the same text (default: 0)",
+    )
+    add_implementation(parser)
+    add_dtype(parser, one_cache=True)

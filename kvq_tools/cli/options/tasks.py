@@ -28,13 +28,7 @@ def add_arguments(
         default=max_new_tokens,
         help=f"longest answer (default: {default})",
     )
-    parser.add_argument(
-        "--batch",
-        metavar="B",
-        type=values.positive,
-        default=BATCH,
-        help="prompts at a time (default: %(default)s)",
-    )
+    shared.add_number(parser, "--batch", "B", "prompts at a time", default=BATCH)
     parser.add_argument(
         "--chat",
         action="store_true",
@@ -78,11 +72,8 @@ def add_generator_arguments(parser: argparse.ArgumentParser, text: str | None = 
         "--seed", type=values.seed, default=0, help="seed of generated samples (default: 0)"
     )
     each = "each length" if text is None else "each length and depth"
-    parser.add_argument(
-        "--limit",
-        metavar="N",
-        type=values.positive,
-        help=f"samples for {each} (default: {SAMPLES}); of --data, its first N",
+    shared.add_number(
+        parser, "--limit", "N", f"samples for {each} (default: {SAMPLES}); of --data, its first N"
     )
 
 

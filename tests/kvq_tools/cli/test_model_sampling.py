@@ -8,7 +8,7 @@ import pytest
 from kvq_models.inference.sampling import Sampling
 from kvq_tools.cli import sampling_options
 from kvq_tools.cli.console import UserError
-from kvq_tools.cli.options.sampling import add_sampling
+from kvq_tools.cli.options.shared import add_sampling
 
 ASKED = Sampling(0.6, 20, 0.95, 0.0)
 
