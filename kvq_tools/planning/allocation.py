@@ -135,10 +135,10 @@ def costs_of(
 
 
 def shared_out(
-    costs: Costs, budget: int, profiles: int = PROFILES, stored: Sequence[int] | None = None
+    costs: Costs, budget: int, stored: Sequence[int] | None = None
 ) -> list[tuple[Widths, Widths]]:
     """Return the widths (keys, values) of each layer, with at most `budget` bits in all chunks
-    together and at most `profiles` different pairs.
+    together and at most PROFILES different pairs.
 
     stored: the tokens that each layer keeps, in any unit. A bit of a layer's rows counts as often.
         Default: 1 in each layer.
@@ -183,7 +183,7 @@ def shared_out(
     for price, first in itertools.product(
         _prices(priced, sizes, budget), ((), (len(candidates) - 1,))
     ):
-        chosen = _fewest(priced + price * sizes, profiles, first)
+        chosen = _fewest(priced + price * sizes, first)
         taken = _within(budget, priced[:, chosen], sizes[:, chosen])
         total = priced[np.arange(layers), chosen[taken]].sum()
         if total < best and sizes[np.arange(layers), chosen[taken]].sum() <= budget:
@@ -229,11 +229,11 @@ def _prices(costs: np.ndarray, sizes: np.ndarray, budget: int) -> list[float]:
     return [high * factor for factor in (0.5, 0.7, 1.0, 1.4, 2.0)]
 
 
-def _fewest(costs: np.ndarray, profiles: int, first: Sequence[int]) -> np.ndarray:
-    """Return at most `profiles` candidates, the given ones first, chosen greedily to minimize the
+def _fewest(costs: np.ndarray, first: Sequence[int]) -> np.ndarray:
+    """Return at most PROFILES candidates, the given ones first, chosen greedily to minimize the
     sum of each layer's cheapest."""
     chosen = list(first)
-    while len(chosen) < min(profiles, costs.shape[1]):
+    while len(chosen) < min(PROFILES, costs.shape[1]):
         so_far = costs[:, chosen].min(axis=1, initial=np.inf)
         best = int(np.minimum(costs, so_far[:, None]).sum(axis=0).argmin())
         if best in chosen:

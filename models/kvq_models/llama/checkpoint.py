@@ -41,6 +41,7 @@ from kvq_models.llama.quantized.dense_and_sparse import CONFIG
 from kvq_models.llama.sharding import placement_of, weight_shardings
 from kvq_models.llama.stored_tensor import CheckpointError
 from kvq_models.llama.tabled_weights import TabledMatrix, rows_of_matrix
+from kvq_models.llama.tensor_names import EMBED_NAME, HEAD_NAME
 
 MODEL_DTYPES = ("float32", "bfloat16", "float16")
 
@@ -180,7 +181,7 @@ def _check_layers(checkpoint: Checkpoint) -> None:
 def _untie_if_stored_apart(checkpoint: Checkpoint) -> LlamaConfig:
     """Return the config, untied if the files hold a head that differs from the embedding: such a
     model was trained untied."""
-    config, pair = checkpoint.config, (hf_names.EMBED_NAME, hf_names.HEAD_NAME)
+    config, pair = checkpoint.config, (EMBED_NAME, HEAD_NAME)
     stored = [checkpoint.tensors.get(name) for name in pair]
     if not config.tie_word_embeddings or None in stored:
         return config
@@ -198,7 +199,7 @@ def _check_tensors(
 ) -> None:
     stored = checkpoint.tensors
     shapes = {name: weight.hf_shape for weight in expected.values() for name in weight.stored_names}
-    accounted = shapes.keys() | ({hf_names.HEAD_NAME} if tied else set()) | {*FACTORS}
+    accounted = shapes.keys() | ({HEAD_NAME} if tied else set()) | {*FACTORS}
     unmatched = [
         name
         for name in stored
@@ -215,7 +216,7 @@ def _check_tensors(
     if missing:
         hint = (
             ": if the embedding is its head, set tie_word_embeddings to true in config.json"
-            if missing == [hf_names.HEAD_NAME]
+            if missing == [HEAD_NAME]
             else ""
         )
         raise CheckpointError(

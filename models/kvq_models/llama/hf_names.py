@@ -19,10 +19,7 @@ from kvq_jax.types.array_types import ArraySpec
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama
 from kvq_models.llama.packed_weights import is_packed
-from kvq_models.llama.tensor_names import EMBED_NAME as EMBED_NAME
-from kvq_models.llama.tensor_names import EXPERTS as EXPERTS
-from kvq_models.llama.tensor_names import HEAD_NAME as HEAD_NAME
-from kvq_models.llama.tensor_names import KEEP, TRANSPOSE
+from kvq_models.llama.tensor_names import EXPERTS, KEEP, TRANSPOSE
 from kvq_models.llama.weight_axes import weight_axes
 
 # (Hugging Face name, path in the module tree, transpose); "#" stands for the layer's number, "*"

@@ -189,16 +189,9 @@ class Layer(nnx.Module):
         """Return the learned logit of each head, or None in a layer without."""
         return None if self.sinks is None else self.sinks[...]
 
-    def queries(self, x_BTD: HiddenBTD) -> QueryBNTH:
-        """Return the queries before RoPE, from the normalized input."""
-        return self._query_heads(self.q_proj(x_BTD))
-
     def keys(self, x_BTD: HiddenBTD) -> RowsBKTH:
         """Return the keys before RoPE, from the normalized input."""
         return self._key_heads(self.k_proj(x_BTD))
-
-    def values(self, x_BTD: HiddenBTD) -> RowsBKTH:
-        return split_heads(self.v_proj(x_BTD), self.config.num_key_value_heads)
 
     def _query_heads(self, projected_BTC: Float[Array, "B T C"]) -> QueryBNTH:
         q_BNTH = self._normalized_heads(projected_BTC, self.config.num_attention_heads, self.q_norm)

@@ -30,6 +30,7 @@ from kvq_models.llama.packed_weights import (
 )
 from kvq_models.llama.stored_tensor import NUMBERS
 from kvq_models.llama.tabled_weights import TabledMatrix
+from kvq_models.llama.tensor_names import EMBED_NAME
 
 Weights: TypeAlias = Literal["packed", "dense"]
 
@@ -77,7 +78,7 @@ def packing(
     def packs(weight: hf_names.Weight) -> bool:
         if len(weight.spec.shape) == 3:
             return _layer(weight.name) in layers_of_experts
-        return weight.name in chosen and (weight.transpose or weight.name == hf_names.EMBED_NAME)
+        return weight.name in chosen and (weight.transpose or weight.name == EMBED_NAME)
 
     return packs
 

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 from kvq_models.llama import hf_names
 from kvq_models.llama.checkpoint import load_llama, read_config, save_llama
 from kvq_models.llama.model import Llama, abstract_llama
+from kvq_models.llama.tensor_names import EMBED_NAME, HEAD_NAME
 from tests.kvq_models.checkpoints import LONGROPE, STORIES, random_llama, tiny_config
 from tests.kvq_models.llama.saved_checkpoint import change_config, change_tensors, refusal
 
@@ -117,7 +118,7 @@ def share(directory: pathlib.Path, kept: str, dropped: str, *, metadata: bool) -
     """Store one of two equal tensors, as `safetensors.torch.save_model` does. The other's name is
     in the metadata."""
     tensors = load_file(directory / "model.safetensors")
-    tensors.setdefault(kept, tensors[hf_names.EMBED_NAME])
+    tensors.setdefault(kept, tensors[EMBED_NAME])
     del tensors[dropped]
     fields = {"format": "pt"} | ({dropped: kept} if metadata else {})
     save_file(tensors, directory / "model.safetensors", metadata=fields)
@@ -127,13 +128,13 @@ def share(directory: pathlib.Path, kept: str, dropped: str, *, metadata: bool) -
 def test_a_tied_checkpoint_may_store_its_head_alone(metadata, tmp_path):
     llama = random_llama(tiny_config(tie_word_embeddings=True))
     save_llama(llama, tmp_path)
-    share(tmp_path, hf_names.HEAD_NAME, hf_names.EMBED_NAME, metadata=metadata)
+    share(tmp_path, HEAD_NAME, EMBED_NAME, metadata=metadata)
     assert_same_weights(load_llama(tmp_path, dtype="float32")[0], llama)
 
 
 @pytest.mark.parametrize(
     ("kept", "dropped"),
-    [(hf_names.HEAD_NAME, hf_names.EMBED_NAME), (hf_names.EMBED_NAME, hf_names.HEAD_NAME)],
+    [(HEAD_NAME, EMBED_NAME), (EMBED_NAME, HEAD_NAME)],
 )
 def test_weights_that_share_a_tensor_in_an_untied_model_need_the_metadata(kept, dropped, tmp_path):
     llama = random_llama(tiny_config())

@@ -138,7 +138,7 @@ def test_activations_of_a_bfloat16_model_stay_bfloat16(file: pathlib.Path):
     llama = load_llama(file, weights="packed")[0]
     hidden = llama.embed_tokens(random_tokens((1, 3)))
     assert hidden.dtype == jnp.bfloat16
-    assert llama.layers[0].values(hidden).dtype == jnp.bfloat16
+    assert llama.layers[0].v_proj(hidden).dtype == jnp.bfloat16
     assert llama.logits(hidden).dtype == jnp.float32
 
 

@@ -24,6 +24,7 @@ from kvq_models.llama import hf_names
 from kvq_models.llama.checkpoint import load_llama, open_checkpoint, read_config, save_llama
 from kvq_models.llama.generation_defaults import GenerationDefaults, of_hf
 from kvq_models.llama.hf_tokenizer import MIXED_TEXT, load_tokenizer
+from kvq_models.llama.tensor_names import HEAD_NAME
 from tests.kvq_models.checkpoints import SIZES, random_llama, tiny_config
 from tests.kvq_models.llama.saved_checkpoint import change_config, change_tensors, refusal
 
@@ -240,7 +241,7 @@ def test_names_without_or_with_other_prefixes_are_read(
 
     def rename(tensors: dict[str, np.ndarray]) -> None:
         for name in list(tensors):
-            head = name == hf_names.HEAD_NAME
+            head = name == HEAD_NAME
             bare = f"{wrapper}{name}" if head else f"{prefix}{name.removeprefix('model.')}"
             tensors[bare] = tensors.pop(name)
 
