@@ -197,16 +197,9 @@ def _within(
 ) -> np.ndarray:
     """Return a choice for each item: the cheapest at the lowest price per bit at which all fit the
     budget. Remaining bits go where they help most."""
-    low, high = 0.0, float(costs.max() - costs.min()) + 1.0
     items = np.arange(len(costs))
-    for _ in range(HALVINGS):
-        price = (low + high) / 2
-        over = (
-            np.take_along_axis(sizes, (costs + price * sizes).argmin(axis=1)[:, None], axis=1).sum()
-            > budget
-        )
-        low, high = (price, high) if over else (low, price)
-    chosen = (costs + high * sizes).argmin(axis=1)
+    price = _price(costs, sizes, budget, float(costs.max() - costs.min()) + 1.0)
+    chosen = (costs + price * sizes).argmin(axis=1)
     while True:
         room = budget - sizes[items, chosen].sum()
         more, gain = sizes - sizes[items, chosen][:, None], costs[items, chosen][:, None] - costs
@@ -220,13 +213,20 @@ def _within(
 def _prices(costs: np.ndarray, sizes: np.ndarray, budget: int) -> list[float]:
     """Return prices per bit around the one at which the cheapest candidates of all layers use up
     the budget."""
-    low, high = 0.0, float(costs.max()) + 1.0
+    price = _price(costs, sizes, budget, float(costs.max()) + 1.0)
+    return [price * factor for factor in (0.5, 0.7, 1.0, 1.4, 2.0)]
+
+
+def _price(costs: np.ndarray, sizes: np.ndarray, budget: int, high: float) -> float:
+    """Return the lowest price per bit, below `high`, at which the cheapest choices of all items fit
+    the budget."""
+    low, items = 0.0, np.arange(len(costs))
     for _ in range(HALVINGS):
         price = (low + high) / 2
         cheapest = (costs + price * sizes).argmin(axis=1)
-        over = sizes[np.arange(len(costs)), cheapest].sum() > budget
+        over = sizes[items, cheapest].sum() > budget
         low, high = (price, high) if over else (low, price)
-    return [high * factor for factor in (0.5, 0.7, 1.0, 1.4, 2.0)]
+    return high
 
 
 def _fewest(costs: np.ndarray, first: Sequence[int]) -> np.ndarray:

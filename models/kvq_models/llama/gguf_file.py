@@ -101,7 +101,7 @@ class GgufFile:
 
         name = names[0]
         if ".experts." in name:
-            return self._packed_experts([self._tensors[name] for name in names], dtype)
+            return self._packed_experts(names, dtype)
         piece, heads = self._slices.get(name), gguf_names.has_swapped_rows(self.config, name)
         tensor = self._tensors[name if piece is None else piece.stored]
         rows, order = np.arange(tensor.shape[0]), None
@@ -112,11 +112,10 @@ class GgufFile:
         with self._errors(f"holds tensor {tensor.name!r}, which cannot be read"):
             return packed_matrix(blocks_of(tensor), self.tensors[name].dtype, order, dtype)
 
-    def _packed_experts(self, tensors: list[GgufTensor], dtype: Any) -> tuple[Any, bool]:
-        from gguf import GGMLQuantizationType
-
+    def _packed_experts(self, names: Sequence[str], dtype: Any) -> tuple[Any, bool]:
         from kvq_models.llama.gguf_blocks import packed_matrix  # imported late: it needs JAX
 
+        tensors, kind = [self._tensors[name] for name in names], self.tensors[names[0]].dtype
         first = tensors[0]
         with self._errors(f"holds tensor {first.name!r}, which cannot be read"):
             if all((t.file, t.start) == (first.file, first.start) for t in tensors):
@@ -125,7 +124,6 @@ class GgufFile:
                 blocks = blocks_of(dataclasses.replace(first, shape=shape, part=0))
             else:
                 blocks = np.stack([blocks_of(tensor) for tensor in tensors])
-            kind = GGMLQuantizationType(first.kind).name
             return packed_matrix(blocks.reshape(-1, *blocks.shape[-2:]), kind, None, dtype)
 
     def parts(self, name: str) -> Callable[[tuple[slice, ...]], np.ndarray]:
