@@ -47,14 +47,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     shared.add_caches(parser)
     shared.add_calibration(parser, several=True)
-    parser.add_argument(
+    shared.add_number(
+        parser,
         "--context",
-        metavar="S",
+        "S",
+        "use at most S tokens of the text, and never more than the model was trained for",
         type=values.token_count,
         default=CONTEXT,
-        help=(
-            "use at most S tokens of the text, and never more than the model was trained for "
-            "(default: %(default)s)"
-        ),
     )
     shared.add_number(parser, "--new-tokens", "N", "tokens to generate", default=NEW_TOKENS)

@@ -204,12 +204,8 @@ def add_samples(parser: argparse.ArgumentParser, samples: int, length: int, *, r
         "W",
         f"tokens per sample (default: {length}, at most the positions of the model)",
     )
-    parser.add_argument(
-        "--seed",
-        type=values.seed,
-        default=0,
-        help=f"seed of the samples: the same seed gives the same {result} (default: 0)",
-    )
+    text = f"seed of the samples: the same seed gives the same {result}"
+    add_number(parser, "--seed", "SEED", text, type=values.seed, default=0)
 
 
 def add_sequences(parser: argparse.ArgumentParser) -> None:
@@ -295,12 +291,8 @@ def add_sampling(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> Non
         "sample from tokens at least P times as probable as the best (default: the model's)",
         type=float,
     )
-    parser.add_argument(
-        "--seed",
-        metavar="N",
-        type=values.seed,
-        default=0,
-        help="the same seed gives the same text (default: 0)",
+    add_number(
+        parser, "--seed", "N", "the same seed gives the same text", type=values.seed, default=0
     )
     add_implementation(parser)
     add_dtype(parser, one_cache=True)

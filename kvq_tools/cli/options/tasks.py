@@ -68,8 +68,8 @@ def add_generator_arguments(parser: argparse.ArgumentParser, text: str | None = 
             help="positions of the fact, 0 to 1 (default: 0,0.25,0.5,0.75,1)",
         )
         parser.add_argument("--text", metavar="FILE", help=text)
-    parser.add_argument(
-        "--seed", type=values.seed, default=0, help="seed of generated samples (default: 0)"
+    shared.add_number(
+        parser, "--seed", "SEED", "seed of generated samples", type=values.seed, default=0
     )
     each = "each length" if text is None else "each length and depth"
     shared.add_number(
