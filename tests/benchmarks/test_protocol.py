@@ -164,6 +164,23 @@ def test_a_run_goes_on_only_with_the_calibration_that_its_rows_have(tmp_path):
             begun(*other)
 
 
+def test_a_run_that_goes_on_counts_the_bytes_of_its_rows_anew_and_names_all_contexts(tmp_path):
+    file = tmp_path / "report.json"
+    report = ProtocolReport.read(COMMITTED)
+    rows = tuple(dataclasses.replace(row, model_bytes=1) for row in report.rows)
+    dataclasses.replace(report, rows=rows).write(file)
+    words = report.command.split()[3:]
+    words[words.index("--json") + 1] = str(file)
+    row = report.rows[0]
+    words += ["--contexts", str(row.context), "--readings", row.reading, "--caches", row.cache]
+    protocol.main(words)  # nothing is missing, so nothing is measured
+    again = ProtocolReport.read(file)
+    assert again.rows == report.rows
+    assert "--caches" not in again.command
+    contexts = " ".join(map(str, sorted({row.context for row in report.rows})))
+    assert f"--contexts {contexts} " in again.command
+
+
 @pytest.mark.parametrize(("processor", "kept"), [("another", 1), ("this", 0)])
 def test_the_file_keeps_what_another_processor_measured(tmp_path, monkeypatch, processor, kept):
     file = tmp_path / "report.json"

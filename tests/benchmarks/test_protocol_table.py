@@ -84,6 +84,12 @@ def test_each_cache_meets_the_best_waterfill_cache_that_is_no_larger(in_pairs: P
         fits = both.large(row)[0].resident_bits >= bits
         assert best == (larger if fits else smaller), row.cache
     assert {best for _, best in met.values()} == {larger, smaller}, "the sizes decide nothing"
+    tiny = dataclasses.replace(larger, model_bytes=1)
+    of_own_bytes = dataclasses.replace(in_pairs, rows=(*in_pairs.rows, tiny))
+    met_by_own = equal_bytes.compared(of_own_bytes, "prompt", None)
+    assert {best for _, best, _ in met_by_own} == {tiny}, (
+        "the measured model's bytes decide nothing"
+    )
 
 
 def test_a_verdict_beside_waterfill_needs_the_whole_interval(in_pairs: ProtocolReport):
