@@ -1,5 +1,5 @@
-"""Make the pages of benchmarks/results from the JSON files there, README.md, their index, the table
-of caches and the picture in the project's README, and the KL that `kvq memory --budget` shows.
+"""Make the pages of benchmarks/results from the JSON files there, README.md, their index, both
+tables and the picture in the project's README, and the KL that `kvq memory --budget` shows.
 
 Run it after a benchmark. Never edit its output by hand.
 """
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import (
     claims,
+    front_speeds,
     measured_caches,
     mesh,
     serving_report,
@@ -222,12 +223,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _write_readme() -> None:
-    """Write the README's table, the pictures, and the KL that `kvq memory` shows."""
+    """Write the README's tables, the pictures, and the KL that `kvq memory` shows."""
     whole.write(measured_caches.FILE, measured_caches.contents(measured_caches.read()))
+    page = front_page.PAGE.read_text(encoding="utf-8")
+    page = replaced(page, front_speeds.BEGIN, front_speeds.section("benchmarks/results/"))
     if protocol := front_page.report_for_readme():
-        page = front_page.PAGE.read_text(encoding="utf-8")
         section = front_page.section(protocol, "benchmarks/results/", front_page.other_report())
-        whole.write(front_page.PAGE, replaced(page, front_page.BEGIN, section))
+        page = replaced(page, front_page.BEGIN, section)
+    whole.write(front_page.PAGE, page)
     print(front_page.PAGE, measured_caches.FILE, sep="\n")
     for file in filter(pathlib.Path.is_file, front_page.SOURCES):
         picture = front_page.picture_of(file)

@@ -1,21 +1,20 @@
 """What a visitor sees first shows what it is for: the README's examples quantize tokens, and its
 picture and speeds are those of committed results."""
 
+import itertools
+import json
 import pathlib
 import re
 import shlex
+import statistics
 import xml.etree.ElementTree as ElementTree
 
 import pytest
 
 import kvq_jax as kvq
-from benchmarks import front_picture
-from benchmarks.cpu.request.report import RequestReport
-from benchmarks.cpu.timing import CpuReport
-from benchmarks.gpu.report import GpuReport
+from benchmarks import front_picture, front_speeds
 from benchmarks.protocol import front_page
 from benchmarks.protocol.report import ProtocolReport
-from benchmarks.report_file import RESULTS
 from kvq_models import EMBEDDED
 from kvq_models.llama.checkpoint import open_checkpoint, read_config
 from kvq_tools.cli import main, text_input
@@ -25,7 +24,6 @@ from tests.test_readme import README
 
 ROOT = pathlib.Path(__file__).parents[1]
 COMMANDS = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
-SPEED = "decode_step_6k_smollm2_cpu"
 
 
 def generated(text: str) -> list[str]:
@@ -107,54 +105,65 @@ def test_the_picture_names_the_caches_of_the_front_with_their_intervals(report: 
     )
 
 
-def test_the_speed_is_that_of_the_committed_results():
-    report = CpuReport.read(RESULTS / f"{SPEED}.json")
-    rows = {row.implementation: row for row in report.rows}
-    said = " ".join(README.split())
-    for cache in ("kivi:bits=2", "kivi:bits=4"):
-        row = rows[cache]
-        wanted = f"{row.ratio:.2f} of dense's time and {row.cache_bytes / 2**20:.0f} MiB"
-        assert f"through `{cache}` takes {wanted}" in said, wanted
-    pairs, rotated = (
-        f"{rows[cache].ratio:.2f}"
-        for cache in ("waterfill:bits=2.5", "waterfill:bits=2.25,preset=rotated")
+def _speeds() -> dict[str, dict[str, str]]:
+    """Return the cells of the README's table of speeds, by cache and column."""
+    lines = README.partition(front_speeds.BEGIN)[2].strip().splitlines()
+    head, _, *rows = itertools.takewhile(lambda line: line.startswith("|"), lines)
+    columns, *shown = (
+        [cell.strip(" `") for cell in line.split("|")[1:-1]] for line in (head, *rows)
     )
-    slower = f"`waterfill` takes {pairs}, with `preset=rotated` {rotated}"
-    assert slower in said, slower
-    dense = f"{rows['dense'].cache_bytes / 2**20:.0f} MiB in float32"
-    assert dense in said, dense
-    assert f"results/{SPEED}.md" in README
-    assert {row.shape.tokens for row in report.rows} == {6144}
+    return {row[0]: dict(zip(columns[1:], row[1:], strict=True)) for row in shown}
 
 
-def test_the_times_of_a_gpu_are_those_of_the_committed_results():
-    report = GpuReport.read(RESULTS / "kernels_h200.json")
-    times = {
-        (row.candidate, row.arithmetic): f"{1e3 * row.median_ms:.0f}"
-        for row in report.rows
-        if row.section == "attention" and (row.shape.batch, row.shape.tokens) == (16, 32768)
+def _samples(file: pathlib.Path, key: str, **of_shape: int) -> dict[str, list[float]]:
+    """Return the times in a file's rows of one shape, in ms, by the row's `key`."""
+    rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
+    return {
+        row[key] + row.get("arithmetic", ""): row["samples_ms"]
+        for row in rows
+        if of_shape.items() <= row["shape"].items()
     }
-    said = " ".join(README.split())
-    kivi, cudnn = times["kivi:bits=4", "mosaic"], times["cuDNN bf16", ""]
-    eigen = times["waterfill:bits=2.5,key_basis=eigen", "mosaic"]
-    assert f"16 x 32K tokens take `kivi:bits=4` [{kivi} us]" in said, kivi
-    assert f"cuDNN in bf16 {cudnn}, `waterfill` in an eigenbasis {eigen}." in said, (cudnn, eigen)
 
 
-def test_the_request_is_that_of_the_committed_results():
-    report = RequestReport.read(RESULTS / "request_cpu.json")
-    rows = {
-        (row.system, row.way): row
-        for row in report.rows
-        if (row.model, row.prompt, row.cores) == ("smollm2", 4096, 1) and row.samples_ms
-    }
-    ways = [rows["kvq", "kivi:bits=4"], rows["kvq", "dense"]]
-    llama_cpp = [rows["llama.cpp", way] for way in ("f16", "f16, two products")]
-    ways.append(min(llama_cpp, key=lambda row: row.step_ms))
-    first, second, third = (f"{row.first_ms / 1e3:.1f} s" for row in ways)
-    steps = [f"{row.step_ms:.1f}" for row in ways]
-    peaks = [f"{row.peak_bytes / 1e9:.1f}" for row in ways]
-    said = " ".join(README.split())
-    assert f"{first} with `kivi:bits=4`, {second} dense and {third} in llama.cpp with f16" in said
-    assert f"a later token {steps[0]}, {steps[1]} and {steps[2]} ms" in said
-    assert f"memory peaks at {peaks[0]}, {peaks[1]} and {peaks[2]} GB" in said
+@pytest.mark.parametrize(
+    ("file", "tokens", "column"),
+    [
+        (front_speeds.STEP, 6144, "step at 6K, ms"),
+        (front_speeds.SHORT_AND_LONG, 1024, "at 1K, ms"),
+        (front_speeds.SHORT_AND_LONG, 16384, "at 16K, ms"),
+    ],
+)
+def test_a_step_in_the_readme_is_the_median_of_a_committed_result(
+    file: pathlib.Path, tokens: int, column: str
+):
+    measured = _samples(file, "implementation", tokens=tokens)
+    shown = {cache: row[column] for cache, row in _speeds().items() if row[column]}
+    assert {"dense", "kivi:bits=2", "kivi:bits=4"} <= shown.keys()
+    for cache, cell in shown.items():
+        assert cell == f"{statistics.median(measured[cache]):.1f}", cache
+
+
+def test_attention_on_a_gpu_in_the_readme_is_that_of_the_committed_result():
+    measured = _samples(front_speeds.GPU, "candidate", batch=16, tokens=32768)
+    others = {"dense": "cuDNN bf16", front_speeds.ROTATED: f"{front_speeds.ON_GPU}mosaic"}
+    shown = {cache: row["H200, us"] for cache, row in _speeds().items() if row["H200, us"]}
+    assert len(shown) == 5
+    for cache, cell in shown.items():
+        samples = measured[others.get(cache, f"{cache}mosaic")]
+        assert cell == f"{1e3 * statistics.median(samples):.0f}", cache
+
+
+def test_a_request_in_the_readme_is_that_of_the_committed_result():
+    report = json.loads(front_speeds.REQUEST.read_text(encoding="utf-8"))
+    cell = {"model": "smollm2", "prompt": 4096, "cores": 1}
+    rows = [row for row in report["rows"] if cell.items() <= row.items() and row["samples_ms"]]
+    ways = {row["way"]: row for row in rows if row["system"] == "kvq"}
+    f16 = [row for row in rows if row["system"] == "llama.cpp" and row["way"].startswith("f16")]
+    ways[front_speeds.LLAMA_CPP] = min(f16, key=lambda row: statistics.median(row["samples_ms"]))
+    shown = {cache: row for cache, row in _speeds().items() if row["peak, GB"]}
+    assert shown.keys() == {"dense", "kivi:bits=4", front_speeds.LLAMA_CPP}
+    for cache, cells in shown.items():
+        row = ways[cache]
+        assert cells["first token, s"] == f"{row['first_ms'] / 1e3:.1f}", cache
+        assert cells["later ones, ms"] == f"{statistics.median(row['samples_ms']):.1f}", cache
+        assert cells["peak, GB"] == f"{row['peak_bytes'] / 1e9:.1f}", cache

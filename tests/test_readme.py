@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import front_speeds
 from benchmarks.markdown import replaced
 from benchmarks.protocol import front_page
 from kvq_tools.cli.console import format_bytes
@@ -42,12 +43,13 @@ def parse(line: str) -> None:
     build_parser(arguments[0]).parse_args(arguments)
 
 
-def test_the_table_of_caches_is_the_generator_s():
+def test_the_tables_are_the_generator_s():
     report = front_page.report_for_readme()
     assert report, "the results lack a row of the README's table"
     section = front_page.section(report, "benchmarks/results/", front_page.other_report())
     page = replaced(README, front_page.BEGIN, section)
-    assert page == README, "python -m benchmarks.results_page writes the table"
+    page = replaced(page, front_speeds.BEGIN, front_speeds.section("benchmarks/results/"))
+    assert page == README, "python -m benchmarks.results_page writes the tables"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())

@@ -160,6 +160,8 @@ def _note(report: ProtocolReport, results: str, other: ProtocolReport | None) ->
         ),
     }
     readings_said = "".join(read[reading] for reading in shown)
+    measured = ((report, FILE), *([(other, OTHER_FILE)] if other else []))
+    pages = (f"[`{model.model}`]({results}{file.stem}.md)" for model, file in measured)
     return (
         f"Bits and GiB are resident, for 1 and 16 sequences of {CONTEXT // 1024}K tokens of"
         f" {llama_8b.NAME}: the cache, what its method adds to the model, and the working memory"
@@ -167,13 +169,5 @@ def _note(report: ProtocolReport, results: str, other: ProtocolReport | None) ->
         f" {_texts(report)}, with 95 % intervals over {len(report.headline)} windows. Every cache"
         f" keeps the first {SINK} and the newest {RECENT} tokens exact, {share:.1%} of what a"
         f" scored token reads (more with blocks of 64 or 128).{readings_said}"
-        f"{learned} [All rows]({results}{FILE.stem}.md), [at equal"
-        f" bytes]({results}equal_bytes.md).{_another_model(other, results)}"
+        f"{learned} All rows: {', '.join(pages)}; [at equal bytes]({results}equal_bytes.md)."
     )
-
-
-def _another_model(other: ProtocolReport | None, results: str) -> str:
-    """Say where another model's rows are, or nothing without them."""
-    if other is None:
-        return ""
-    return f" [`{other.model}`]({results}{OTHER_FILE.stem}.md) orders caches otherwise."
