@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from pallas_kernels.decode_attention.windows import WindowQueries
-from pallas_kernels.mosaic.attention import store_merged
+from pallas_kernels.mosaic.block import store_merged
 from pallas_kernels.mosaic.blocks import Unit
 from pallas_kernels.mosaic.matrices import Matrices
 from pallas_kernels.mosaic.registers import SIDE, WARPS

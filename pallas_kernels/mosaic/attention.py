@@ -1,11 +1,5 @@
 """Decode attention over a body on Mosaic GPU: the same pieces as decode_attention/kernel.py, by the
-same schedule.
-
-A block of four warps reads its share of all live tiles. The copy engine (on Ampere and Ada,
-asynchronous copies) brings tiles into a ring of buffers in shared memory. Each warp reads spans of
-its own, with an online softmax of its own, so warps meet once for each tile: before the copy that
-overwrites what they have read. At the end of a run the warps' parts are merged in the block.
-"""
+same schedule. block.py has the work of one block of threads."""
 
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false
 # types are checked with JAX 0.10, whose Mosaic GPU is older
@@ -15,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,24 +19,23 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.decode_attention.lower_limits import LowerLimits
-from pallas_kernels.decode_attention.partial_attention import NEG_INF
 from pallas_kernels.decode_attention.schedule import Pieces, Schedule, TileRun
 from pallas_kernels.decode_attention.tuning import Tuning
+from pallas_kernels.mosaic.block import Block, store_merged
 from pallas_kernels.mosaic.codebook import CodebookKeys, CodebookValues
 from pallas_kernels.mosaic.copies import copy
 from pallas_kernels.mosaic.dense import DenseKeys, DenseValues
 from pallas_kernels.mosaic.eigen_keys import EigenKeys
 from pallas_kernels.mosaic.grouped import GroupedKeys, GroupedValues
-from pallas_kernels.mosaic.matrices import Matrices, on_rows, on_warps, splat
+from pallas_kernels.mosaic.matrices import Matrices, on_warps
 from pallas_kernels.mosaic.outlier_scores import outlier_scores
 from pallas_kernels.mosaic.outlier_values import outlier_values
 from pallas_kernels.mosaic.polar import PolarKeys
-from pallas_kernels.mosaic.registers import OF_ALL_ROWS, OF_ALL_WARPS, SIDE, WARPS
+from pallas_kernels.mosaic.registers import OF_ALL_WARPS, SIDE, WARPS
 from pallas_kernels.mosaic.rotary import RotatedKeys
 from pallas_kernels.mosaic.route import span_of
-from pallas_kernels.mosaic.runs import RunsKeys, RunStripe, RunsValues
-from pallas_kernels.mosaic.spans_of_scores import WithOutliers, store_spans
-from pallas_kernels.mosaic.stripes import Stripe
+from pallas_kernels.mosaic.runs import RunsKeys, RunsValues
+from pallas_kernels.mosaic.spans_of_scores import WithOutliers
 from pallas_kernels.mosaic.walk import Walk
 from pallas_kernels.readers.base import Reader
 from pallas_kernels.readers.codebook import CodebookReader
@@ -53,11 +46,9 @@ from pallas_kernels.readers.polar import PolarReader
 from pallas_kernels.readers.rotary import RotatedReader
 from pallas_kernels.readers.runs import RunsKeys as RunsKeysReader
 from pallas_kernels.readers.runs import RunsValues as RunsValuesReader
-from pallas_kernels.readers.shared import LOG2E, soft_capped
+from pallas_kernels.readers.shared import LOG2E
 from pallas_kernels.tiles.layout import SPAN
 
-Keys = GroupedKeys | CodebookKeys | DenseKeys | PolarKeys | RotatedKeys | RunsKeys | WithOutliers
-Values = GroupedValues | CodebookValues | DenseValues | RunsValues
 _SIDES: dict[type[Reader], tuple[Any, Any]] = {
     GroupedReader: (GroupedKeys, GroupedValues),
     CodebookReader: (CodebookKeys, CodebookValues),
@@ -75,176 +66,78 @@ def interpreted() -> Any:
     return plgpu.InterpretGPUParams(detect_races=True)
 
 
-@dataclasses.dataclass(frozen=True)
-class Block:
-    """Four warps that read tiles together, and all that their steps share. A warp reads spans of
-    `span` tokens. Weights are at most 2^exponent. `first` is the KV head of a run's head 0. `kept`
-    has room for the scores of all tiles (spans_of_scores.py), or is None."""
+class Operands(NamedTuple):
+    """Arrays that blocks read besides limits and queries, or in a kernel the references to them.
 
-    keys: Keys
-    values: Values
-    tuning: Tuning
-    columns: int
-    span: int
-    exponent: int
-    capacity: int
-    soft_cap: float | None
-    ops: Matrices
+    tables: constants of keys and of values.
+    fixed: arrays by head that keys are read with, which a block copies to shared memory.
+    arrays: the bodies of keys and of values, read tile by tile.
+    """
+
+    tables: tuple[Sequence[Any], Sequence[Any]]
+    fixed: Sequence[Any]
     arrays: tuple[Sequence[Any], Sequence[Any]]
-    buffers: tuple[Sequence[Any], Sequence[Any]]
-    barriers: Any
-    first: int = 0
-    kept: Any = None
 
-    def _start(self, tile: Any) -> Any:
-        """Return the first token of a tile. The last tile moves back to stay inside the arrays."""
-        return jnp.minimum(tile * self.tuning.tile, self.capacity - self.tuning.tile)
 
-    def fetch(self, run: TileRun, tile: Any, slot: Any) -> None:
-        tokens, unit = pl.ds(self._start(tile), self.tuning.tile), (run.row, run.head + self.first)
-        for side, arrays, buffers in zip(
-            (self.keys, self.values), self.arrays, self.buffers, strict=True
-        ):
-            for source, target in side.copies(arrays, buffers, unit, tokens, slot):
-                copy(source, target, None if self.barriers is None else self.barriers.at[slot])
+class Scratch(NamedTuple):
+    """Shared memory of a block, or in a kernel the references to it: a ring of buffers for tiles of
+    keys and of values, room for the fixed arrays, and barriers for copies by the copy engine."""
 
-    def release(self) -> None:
-        """Let copies overwrite what all warps have read. Asynchronous copies of older GPUs wait for
-        that by themselves."""
-        if self.barriers is not None:
-            plgpu.commit_smem()
+    keys: Sequence[Any]
+    fixed: Sequence[Any]
+    values: Sequence[Any]
+    tiles_arrived: Any
+    fixed_arrived: Any
 
-    def wait(self, visit: Any, slot: Any, end: Any) -> None:
-        """Wait until the tile of a visit has arrived."""
-        if self.barriers is not None:
-            plgpu.barrier_wait(self.barriers.at[slot])
-            return
-        # Copies arrive in the order of their issue. Near the end fewer are on their way.
-        copies, stages = len(self.arrays[0]) + len(self.arrays[1]), self.tuning.stages
 
-        @pl.when(visit + stages <= end)
-        def _() -> None:
-            plgpu.wait_gmem_to_smem(copies * (stages - 1))
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A block that reads the runs of its schedule. `queries` is a reference [rows, heads, chunks,
+    ...] with a row for each sequence if `shares_queries`, or for each of its `segments`."""
 
-        @pl.when(visit + stages > end)
-        def _() -> None:
-            plgpu.wait_gmem_to_smem(0)
+    block: Block
+    operands: Operands
+    scratch: Scratch
+    outputs: Sequence[Any]
+    queries: Any
+    segments: int
+    shares_queries: bool
 
-    def attend(self, run: TileRun, query: Any, table: Any) -> Any:
-        """Return each warp's largest scores, sums of weights by row, and sums of values by
-        chunk. `query` is opened by the keys, `table` by the values."""
-        stages, size = self.tuning.stages, self.tuning.tile
-        end = jnp.minimum(run.end, jnp.maximum(run.first, lax.div(run.limit, jnp.int32(size))))
-        skipped, whole = run.whole(size, end)
+    def attend(self, schedule: Schedule, limits: Any) -> None:
+        """Read all runs of the block, and store a piece for each."""
+        if self.operands.fixed and not self._differs_by_head:
+            self._copy_fixed(0)
+        Walk(schedule, limits).for_each_run(lax.axis_index("block"), self._read)
 
-        def tile_of(visit: Any) -> Any:
-            """Return the tile of a visit. Tiles that count as a whole come first."""
-            if run.lower is None:
-                return visit
-            place = visit - run.first + skipped
-            later = jnp.where(place < whole + skipped, 0, place - skipped)
-            return run.first + jnp.where(place < whole, place, later)
+    @property
+    def _differs_by_head(self) -> bool:
+        return bool(self.operands.fixed) and self.operands.fixed[0].shape[0] > 1
 
-        self.release()
-        for ahead in range(stages):
+    def _copy_fixed(self, head: Any) -> None:
+        arrived = self.scratch.fixed_arrived
+        for source, target in zip(self.operands.fixed, self.scratch.fixed, strict=True):
+            copy(source.at[head], target, arrived)
+        plgpu.wait_gmem_to_smem(0) if arrived is None else plgpu.barrier_wait(arrived)
 
-            @pl.when(run.first + ahead < run.end)
-            def _(ahead: int = ahead) -> None:
-                self.fetch(run, tile_of(run.first + ahead), ahead)
-
-        def step(visit: Any, carry: Any, masked: bool) -> Any:
-            tile, slot = tile_of(visit), lax.rem(visit - run.first, stages)
-            self.wait(visit, slot, run.end)
-            begin = tile * size if masked else None
-            carry = self._step(tile, begin, run, slot, query, table, carry)
-
-            @pl.when(visit + stages < run.end)
-            def _() -> None:
-                self.release()
-                self.fetch(run, tile_of(visit + stages), slot)
-
-            return carry
-
-        chunks, width = self.values.chunks
-        carry = (
-            plgpu.layout_cast(jnp.full((WARPS, self.columns), NEG_INF, jnp.float32), OF_ALL_ROWS),
-            splat((WARPS, SIDE, self.columns), 0.0),
-            *[splat((WARPS, width, self.columns), 0.0)] * chunks,
-        )
-        masked_from = run.first + whole - skipped
-        carry = lax.fori_loop(run.first, masked_from, functools.partial(step, masked=False), carry)
-        return lax.fori_loop(masked_from, run.end, functools.partial(step, masked=True), carry)
-
-    def _step(
-        self, tile: Any, begin: Any, run: TileRun, slot: Any, query: Any, table: Any, carry: Any
-    ) -> Any:
-        """Read a tile. Only tokens from `begin` on that the run has count, or all if `begin` is
-        None."""
-        largest, total, *sums = carry
-        keys, values = self.buffers
-        start, masked, size = self._start(tile), begin is not None, WARPS * self.span
-        ends = (run.lower, run.limit) if masked else ()
-        kind = RunStripe if isinstance(self.values, RunsValues) else Stripe
-        stripes = [
-            kind(slot, i, start + size * i, self.span, *ends)
-            for i in range(self.tuning.tile // size)
+    def _read(self, run: TileRun, place: Any) -> None:
+        block, sequence = self.block, lax.div(run.row, jnp.int32(self.segments))
+        sides: tuple[Any, Any] = block.keys, block.values
+        row, head = sequence if self.shares_queries else run.row, run.head + block.first
+        if self._differs_by_head:
+            block.release()
+            self._copy_fixed(run.head)
+        chunks = [
+            plgpu.load(self.queries.at[row, head, c], layout=OF_ALL_WARPS, optimized=False)
+            for c in range(block.keys.chunks[0])
         ]
-        scores = [self.keys.scores(query, keys, stripe, self.ops) for stripe in stripes]
-        if self.soft_cap is not None:
-            scores = [soft_capped(s, self.soft_cap, False) for s in scores]
-        if self.kept is not None:
-            for i, of_stripe in enumerate(scores):
-                spans = pl.ds(tile * (self.tuning.tile // SPAN) + WARPS * i, WARPS)
-                store_spans(self.kept.at[run.row, run.head, spans], of_stripe, self.ops.interpret)
-        if masked:
-            begin = begin if run.lower is None else jnp.maximum(begin, run.lower)
-            for i, stripe in enumerate(stripes):
-                token = stripe.start + stripe.token_numbers(scores[i].shape, 1)
-                scores[i] = jnp.where((token >= begin) & (token < run.limit), scores[i], NEG_INF)
-        top = functools.reduce(jnp.maximum, scores)
-        new = jnp.maximum(largest, jnp.max(top, axis=1) - self.exponent)
-        shrink = jnp.exp2(largest - new)
-        weights = [jnp.exp2(s - on_rows(new, self.span)) for s in scores]
-        total = total * on_rows(shrink, SIDE)
-        for w in weights:
-            for i in range(0, self.span, SIDE):
-                total = total + w[:, i : i + SIDE]
-        sums = [x * on_rows(shrink, x.shape[1]) for x in sums]
-        for stripe, w in zip(stripes, weights, strict=True):
-            half = self.ops.transposed(self._rounded(w, values, stripe))
-            sums = self.values.weigh(half, values, stripe, sums, table, self.ops)
-        return (new, total, *sums)
-
-    def _rounded(self, weights: jax.Array, buffers: Sequence[Any], stripe: Stripe) -> jax.Array:
-        """Return weights as the values take them."""
-        if isinstance(self.values, RunsValues):
-            return self.values.weighted(weights, buffers, stripe, self.ops)
-        return weights.astype(self.values.weights_dtype)
-
-
-def store_merged(outputs: Sequence[Any], carry: Any, ops: Matrices) -> None:
-    """Merge the warps' parts (`Block.attend`) and store m [1, R], l [1, R] and o [H, R]."""
-    (m_ref, l_ref, o_ref), (largest, total, *sums) = outputs, carry
-    of_all = jnp.max(largest, axis=0)
-    share = jnp.exp2(largest - _on_warps(of_all))
-    whole = jnp.sum(jnp.sum(total, axis=1) * share, axis=0)
-    ops.store(m_ref, _on_side(of_all))
-    ops.store(l_ref, _on_side(whole))
-    first = 0
-    for x in sums:
-        width = x.shape[1]
-        merged = jnp.sum(x * on_rows(share, width), axis=0)
-        ops.store(o_ref.at[pl.ds(first, width)], merged)
-        first += width
-
-
-def _on_warps(x: jax.Array) -> jax.Array:
-    repeated = lax.broadcast_in_dim(x, (WARPS, x.shape[0]), (1,))
-    return plgpu.layout_cast(repeated, OF_ALL_ROWS)
-
-
-def _on_side(x: jax.Array) -> jax.Array:
-    return plgpu.layout_cast(lax.broadcast_in_dim(x, (SIDE, x.shape[0]), (1,)), OF_ALL_WARPS)
+        k_table, v_table = (
+            side.table(refs, block.ops)
+            for side, refs in zip(sides, self.operands.tables, strict=True)
+        )
+        query = sides[0].opened([on_warps(chunk) for chunk in chunks], k_table, block.ops)
+        carry = block.attend(run._replace(row=sequence), query, v_table)
+        (m_ref, l_ref, o_ref), piece = self.outputs, pl.ds(place, 1)
+        store_merged((m_ref.at[piece], l_ref.at[piece], o_ref.at[place]), carry, block.ops)
 
 
 def attention_in_pieces(
@@ -275,99 +168,58 @@ def attention_in_pieces(
     batch, _, group, channels = q.shape
     columns, real = (8 if group <= 8 else 16), pl.next_power_of_2(group)
     span = span_of(keys[0], values[0])
-    k, v = (
-        _SIDES[type(reader)][side].of(reader, span)
-        for side, reader in enumerate((keys[0], values[0]))
-    )
+    k, v = _sides(keys[0], values[0], span, tuning.tile)
     limits, segments = limits.astype(jnp.int32), 1
     if lower is not None:
         limits, segments = lower.places(limits), lower.segments
         q = lower.queries(q)
-    if isinstance(k, RunsKeys):
-        k = dataclasses.replace(k, tile=tuning.tile)
     padded = jnp.pad(q.astype(jnp.float32), ((0, 0), (0, 0), (0, columns - group), (0, 0)))
     if keys[0].adds_scores:
         scaled = padded[:, heads.start : heads.stop] * (LOG2E * channels**-0.5)
         added = outlier_scores(scaled, *keys, limits, real, heads.start, interpret)
         k = WithOutliers(k, added, heads.start)
     planes = k.query(padded, keys[1])
-    programs = tuning.programs(batch * len(heads), capacity)
-    windowed = lower is not None
-    schedule = Schedule(programs, tuning.tile, batch * segments, len(heads), segments, windowed)
-    arrays = k.views(keys[1]), v.views(values[1])
-    tables = k.constants(keys[1]), v.constants(values[1])
-    counts = len(arrays[0]), len(arrays[1])
-    fixed = k.fixed(keys[1]) if keys[0].turns else []
+    schedule = Schedule(
+        tuning.programs(batch * len(heads), capacity),
+        tuning.tile,
+        batch * segments,
+        len(heads),
+        segments,
+        lower is not None,
+    )
     # tiles of eight rows begin at a multiple of eight tokens, and the last one at the arrays' end
     ops = Matrices(bool(interpret), bulk and not interpret and capacity % SIDE == 0)
-    buffers = [
-        side.buffers(of_side, tuning.stages, tuning.tile, ops)
-        for side, of_side in zip((k, v), arrays, strict=True)
-    ]
-    buffers[0] += [plgpu.SMEM(array.shape[1:], array.dtype) for array in fixed]
-    ends = len(buffers[0]), len(buffers[0]) + len(buffers[1])
-    barriers = [plgpu.Barrier(num_arrivals=sum(counts), num_barriers=tuning.stages)]
-    barriers += [plgpu.Barrier(num_arrivals=len(fixed))] if fixed else []
+    operands = Operands(
+        (k.constants(keys[1]), v.constants(values[1])),
+        k.fixed(keys[1]) if keys[0].turns else [],
+        (k.views(keys[1]), v.views(values[1])),
+    )
+    scratch = _scratch((k, v), operands, tuning, ops, bulk)
+    inputs, operands_of = jax.tree.flatten(operands)
 
     def decode_attention(limits_ref: Any, q_ref: Any, *refs: Any) -> None:
-        of_tables = refs[: len(tables[0])], refs[len(tables[0]) : sum(map(len, tables))]
-        refs = refs[sum(map(len, tables)) :]
-        of_block, refs = refs[: len(fixed)], refs[len(fixed) :]
-        inputs, refs = refs[: sum(counts)], refs[sum(counts) :]
-        outputs, kept, scratch = refs[:3], refs[3 : len(shapes)], refs[len(shapes) :]
+        of_operands: Operands = operands_of.unflatten(refs[: len(inputs)])
+        outputs, room = refs[len(inputs) : -len(scratch)], Scratch(*refs[-len(scratch) :])
         block = Block(
-            k,
-            v,
-            tuning,
-            columns,
-            span,
-            values[0].weight_exponent,
-            capacity,
-            soft_cap,
-            ops,
-            (inputs[: counts[0]], inputs[counts[0] :]),
-            (scratch[: ends[0]], scratch[ends[0] : ends[1]]),
-            scratch[ends[1]] if bulk else None,
-            heads.start,
-            kept[0] if kept else None,
+            keys=k,
+            values=v,
+            tuning=tuning,
+            columns=columns,
+            span=span,
+            exponent=values[0].weight_exponent,
+            capacity=capacity,
+            soft_cap=soft_cap,
+            ops=ops,
+            arrays=of_operands.arrays,
+            buffers=([*room.keys, *room.fixed], room.values),
+            barriers=room.tiles_arrived,
+            first=heads.start,
+            kept=outputs[3] if values[0].adds_values else None,
         )
-
-        def copy_fixed(head: Any) -> None:
-            for source, target in zip(of_block, scratch[counts[0] : ends[0]], strict=True):
-                copy(source.at[head], target, scratch[-1] if bulk else None)
-            plgpu.barrier_wait(scratch[-1]) if bulk else plgpu.wait_gmem_to_smem(0)
-
-        of_heads = bool(fixed) and fixed[0].shape[0] > 1
-        if fixed and not of_heads:
-            copy_fixed(0)
-
-        def read(run: TileRun, place: Any) -> None:
-            of_query, row = run.row, lax.div(run.row, jnp.int32(segments))
-            if q_ref.shape[0] == batch:  # segments share their row's queries
-                of_query = row
-            run = run._replace(row=row)
-            if of_heads:
-                block.release()
-                copy_fixed(run.head)
-            planes = [
-                on_warps(
-                    plgpu.load(
-                        q_ref.at[of_query, run.head + heads.start, c],
-                        layout=OF_ALL_WARPS,
-                        optimized=False,
-                    )
-                )
-                for c in range(k.chunks[0])
-            ]
-            k_table, v_table = (
-                side.table(refs, ops) for side, refs in zip((k, v), of_tables, strict=True)
-            )
-            carry = block.attend(run, k.opened(planes, k_table, ops), v_table)
-            m_ref, l_ref, o_ref = outputs
-            row = pl.ds(place, 1)
-            store_merged((m_ref.at[row], l_ref.at[row], o_ref.at[place]), carry, ops)
-
-        Walk(schedule, limits_ref).for_each_run(lax.axis_index("block"), read)
+        program = Program(
+            block, of_operands, room, outputs[:3], q_ref, segments, q_ref.shape[0] == batch
+        )
+        program.attend(schedule, limits_ref)
 
     f32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     shapes = tuple(f32((schedule.pieces, *rest)) for rest in ((real,), (real,), (channels, real)))
@@ -379,7 +231,7 @@ def attention_in_pieces(
         out_type=shapes,
         grid=(schedule.programs,),
         grid_names=("block",),
-        scratch_types=(*buffers[0], *buffers[1], *(barriers if bulk else [])),
+        scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             lowering_semantics=plgpu.LoweringSemantics.Lane,
@@ -388,10 +240,35 @@ def attention_in_pieces(
         interpret=interpret,
     )
     with jax.enable_x64(False):
-        inputs = *tables[0], *tables[1], *fixed, *arrays[0], *arrays[1]
         m, l, o, *kept = call(limits, planes, *inputs)
     pieces = [Pieces(m, l, o, limits, schedule)]
     if kept:
         scored = kept[0], values[1], pieces[0], capacity
         pieces.append(outlier_values(*scored, channels, heads.start, interpret))
     return pieces
+
+
+def _sides(keys: Reader, values: Reader, span: int, tile: int) -> tuple[Any, Any]:
+    """Return how keys and values are read on Mosaic GPU."""
+    k = _SIDES[type(keys)][0].of(keys, span)
+    k = dataclasses.replace(k, tile=tile) if isinstance(k, RunsKeys) else k
+    return k, _SIDES[type(values)][1].of(values, span)
+
+
+def _scratch(
+    sides: tuple[Any, Any], operands: Operands, tuning: Tuning, ops: Matrices, bulk: bool
+) -> Scratch:
+    """Return the shared memory of a block."""
+    counts = tuple(map(len, operands.arrays))
+    keys, values = (
+        side.buffers(arrays, tuning.stages, tuning.tile, ops)
+        for side, arrays in zip(sides, operands.arrays, strict=True)
+    )
+    fixed = [plgpu.SMEM(array.shape[1:], array.dtype) for array in operands.fixed]
+    return Scratch(
+        keys,
+        fixed,
+        values,
+        plgpu.Barrier(num_arrivals=sum(counts), num_barriers=tuning.stages) if bulk else None,
+        plgpu.Barrier(num_arrivals=len(fixed)) if bulk and fixed else None,
+    )

@@ -178,9 +178,9 @@ def test_a_planted_race_is_noticed(monkeypatch: pytest.MonkeyPatch):
     """Copies overwrite what warps may still read, if nothing makes them wait for the warps."""
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks  # JAX does not export its reset
 
-    from pallas_kernels.mosaic import attention
+    from pallas_kernels.mosaic import block
 
-    monkeypatch.setattr(attention.Block, "release", lambda self: None)
+    monkeypatch.setattr(block.Block, "release", lambda self: None)
     case = dataclasses.replace(kivi(2, 64, 2), short=LENGTHS)
     jax.clear_caches()
     try:
