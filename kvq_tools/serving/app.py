@@ -283,7 +283,8 @@ class _Stream(StreamingResponse):
     client may leave before the response begins."""
 
     def __init__(self, pending: Pending, events: AsyncIterator[str]):
-        headers = {"cache-control": "no-cache"}
+        # nginx is told to pass on each event at once
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         super().__init__(events, media_type="text/event-stream", headers=headers)
         self._pending = pending
 
@@ -317,4 +318,6 @@ async def _events(
 
 
 def _event(content: dict[str, Any]) -> str:
-    return f"data: {json.dumps(content, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    """Return an event in ASCII. Many clients split a stream as Unicode text, in which an answer's
+    U+0085 and U+2028 end a line, or decode each packet by itself, which may end in a character."""
+    return f"data: {json.dumps(content, separators=(',', ':'))}\n\n"
