@@ -1,8 +1,8 @@
 """The request fields of clients: every field of OpenAI's two requests is either served, or refused
 if it asks for something. None is ignored.
 
-A refused field may have a value that changes nothing: `best_of: 1`, `tools: []`.
-docs/serving.md lists them all.
+A refused field may have a value that changes nothing: `best_of: 1`, `tools: []`, and null in any
+field, known or not. docs/serving.md lists them all.
 """
 
 from __future__ import annotations
@@ -63,6 +63,14 @@ NEUTRAL_IN_MESSAGES: dict[str, tuple[Any, ...]] = {
 
 class _Fields(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _without_unknown_nulls(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        known = cls.model_fields
+        return {name: value[name] for name in value if name in known or value[name] is not None}
 
 
 class StreamOptions(_Fields):
@@ -225,7 +233,7 @@ def read(
         raise errors.invalid("stop", message)
     if fields.stream_options is not None and not fields.stream:
         raise errors.invalid("stream_options", "it is only allowed if 'stream' is true")
-    if isinstance(fields, ChatFields) and fields.top_logprobs is not None and not fields.logprobs:
+    if isinstance(fields, ChatFields) and fields.top_logprobs and not fields.logprobs:
         raise errors.invalid("top_logprobs", "it is only allowed if 'logprobs' is true")
     for i, message in enumerate(getattr(fields, "messages", ())):
         if message.content is None and message.role != "assistant":
@@ -262,7 +270,7 @@ def _served(
     """Return the served fields. Raise ApiError if another field asks for something or is
     unknown."""
     for name, value in body.items():
-        if name in kind.model_fields:
+        if name in kind.model_fields or value is None:
             continue
         if name not in neutral:
             raise errors.unrecognized(f"{where}{name}")

@@ -21,3 +21,20 @@ def test_a_stream_may_be_split_as_unicode_text_or_into_packets(server: Running, 
     assert events.pop() == "[DONE]"
     texts = [json.loads(event)["choices"][0].get("text", "") for event in events]
     assert "".join(texts).startswith(SEPARATED if path == "completions" else "")
+
+
+@pytest.mark.parametrize(
+    "nulls",
+    [
+        {"repetition_penalty": None},
+        {"messages": [CHAT[0] | {"reasoning_content": None}, CHAT[1]]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "index": None}]}]},
+        {"stream": True, "stream_options": {"continuous_usage_stats": None}},
+        {"top_logprobs": 0},
+    ],
+    ids=lambda nulls: min(nulls),
+)
+def test_a_field_that_asks_for_nothing_is_accepted_though_unknown(server: Running, nulls: dict):
+    asked = {"model": NAME, "messages": CHAT, "max_tokens": 1} | nulls
+    status, _, answer = server.raw("POST", "/v1/chat/completions", json.dumps(asked).encode())
+    assert status == 200, answer
