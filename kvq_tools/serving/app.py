@@ -107,7 +107,7 @@ def _add_models(routes: APIRouter, service: Service) -> None:
         if not name:
             raise HTTPException(404)
         if name != service.name:
-            raise errors.no_such_model(name)
+            raise errors.no_such_model(name, service.name)
         return JSONResponse(model())
 
     @routes.api_route("/metrics", methods=READ)
@@ -126,7 +126,7 @@ def _add_answers(routes: APIRouter, service: Service) -> None:
             most_messages=service.capacity,
         )
         if asked.model != service.name:
-            raise errors.no_such_model(asked.model)
+            raise errors.no_such_model(asked.model, service.name)
         return asked
 
     @routes.post("/v1/completions")
@@ -221,13 +221,12 @@ def _handle_errors(app: FastAPI) -> None:
     @app.exception_handler(404)
     @app.exception_handler(405)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
+        if error.status_code == 404:
+            return ErrorResponse(errors.no_such_path(request.method, request.url.path))
         message = str(error.detail)
         details: dict[str, Any] = {}
-        if error.status_code == 404:
-            message = f"Invalid URL ({request.method} {request.url.path})"
-            details = {"code": "unknown_url"}
         if error.status_code == 405:
-            message = f"Not allowed to {request.method} on {request.url.path}."
+            message = f"Not allowed to {request.method} on {errors.shortened(request.url.path)}."
             details = {"code": "method_not_supported", "headers": error.headers}  # Allow
         return ErrorResponse(ApiError(error.status_code, message, **details))
 

@@ -74,7 +74,8 @@ def unrecognized(name: str) -> ApiError:
 def unsupported(name: str, value: object) -> ApiError:
     return ApiError(
         400,
-        f"Unsupported value: '{name}' does not support {reprlib.repr(value)} with this server.",
+        f"Unsupported value: '{name}' does not support {reprlib.repr(value)} with this server:"
+        " leave it out.",
         param=name,
         code="unsupported_value",
     )
@@ -98,10 +99,18 @@ def invalid(name: str, message: str, code: str = "invalid_value") -> ApiError:
     return ApiError(400, f"Invalid value for '{name}': {message}", param=name, code=code)
 
 
-def no_such_model(name: str) -> ApiError:
+def no_such_path(method: str, path: str) -> ApiError:
+    message = (
+        f"Invalid URL ({method} {shortened(path)}): this server has /v1/models, /v1/completions and"
+        " /v1/chat/completions."
+    )
+    return ApiError(404, message, code="unknown_url")
+
+
+def no_such_model(name: str, served: str) -> ApiError:
     return ApiError(
         404,
-        f"The model '{shortened(name)}' does not exist or you do not have access to it.",
+        f"The model '{shortened(name)}' does not exist: this server has '{served}'.",
         param="model",
         code="model_not_found",
     )

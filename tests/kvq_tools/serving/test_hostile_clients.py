@@ -66,7 +66,7 @@ def test_a_large_request_is_refused_before_anything_is_made_of_it(field: dict):
     try:
         with pytest.raises(ApiError) as refused:  # noqa: PT012  a long name of a model is read
             asked = fields.read(kind, asked, most_choices=8, most_messages=64)
-            raise fields.errors.no_such_model(asked.model)
+            raise fields.errors.no_such_model(asked.model, NAME)
     finally:
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()

@@ -94,7 +94,7 @@ def test_values_that_ask_for_nothing_are_accepted(server: Running):
         ("completions", {"prompt": "x", "logit_bias": {"5000": 1}}, "logit_bias", "id 5000 is out"),
         ("completions", {"prompt": "\ud800"}, "prompt", "surrogate"),
         ("completions", {"prompt": "x", "max_tokens": CAPACITY}, None, f"length is {CAPACITY} tok"),
-        ("messages", [CHAT[0] | {"refusal": "me"}], "messages[0].refusal", "not support 'me'"),
+        ("messages", [CHAT[0] | {"refusal": "me"}], "messages[0].refusal", "server: leave it out."),
         (
             "messages",
             [CHAT[0] | {"tool_calls": [1]}],
@@ -123,7 +123,7 @@ def test_bad_fields_are_told_by_name(
 
 
 def test_errors_are_the_clients_exceptions(server: Running, client: openai.OpenAI):
-    with pytest.raises(openai.NotFoundError) as missing:
+    with pytest.raises(openai.NotFoundError, match=f"this server has '{NAME}'") as missing:
         client.completions.create(model="gpt-5", prompt="x")
     assert missing.value.code == "model_not_found"
     with pytest.raises(openai.BadRequestError) as long:
@@ -205,11 +205,24 @@ def test_an_engine_that_fails_is_told_to_who_waits_and_to_who_comes(
 
 
 @pytest.mark.parametrize(
-    "path", ["/v1/embeddings", "/v1/models/", "/v1/completions/", "/metrics/", "/health/"]
+    "path",
+    ["/v1/embeddings", "/v1/models/", "/v1/completions/", "/metrics/", "/health/", "/api/tags"],
 )
 def test_unknown_paths(server: Running, path: str):
     status, _, body = server.raw("GET", path)
-    assert (status, json.loads(body)["error"]["message"]) == (404, f"Invalid URL (GET {path})")
+    error = json.loads(body)["error"]
+    assert (status, error["code"]) == (404, "unknown_url")
+    assert error["message"].startswith(f"Invalid URL (GET {path}): this server has /v1/models, ")
+    assert "\n" not in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"), [("GET", "/", 404), ("DELETE", "/v1/models/", 405)]
+)
+def test_a_long_path_is_shortened(server: Running, method: str, path: str, status: int):
+    refused, _, body = server.raw(method, path + "x" * 5000)
+    assert refused == status, body
+    assert len(body) < 500
 
 
 def test_methods_that_a_path_does_not_have(server: Running):
