@@ -62,7 +62,11 @@ def create_app(
     app.add_middleware(guard.Guard, hosts=hosts, origins=origins)
     if origins:
         app.add_middleware(
-            CORSMiddleware, allow_origins=origins, allow_methods=ANSWERED, allow_headers=["*"]
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=ANSWERED,
+            allow_headers=["*"],
+            allow_private_network=True,  # the server mostly is on the browser's machine
         )
     app.add_middleware(_Counted, service=service)
     return app

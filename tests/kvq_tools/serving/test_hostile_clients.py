@@ -328,6 +328,14 @@ def test_browsers_ask_first_and_are_told(guarded: Running):
         assert (headers.get("access-control-allow-origin") == origin) == (status == 200)
 
 
+def test_a_page_of_the_web_that_may_use_a_server_on_its_browsers_machine_can(guarded: Running):
+    asks = {"origin": "https://friend.example.com", "access-control-request-method": "POST"}
+    asks["access-control-request-private-network"] = "true"  # by Chrome, to machines near it
+    status, headers, body = guarded.raw("OPTIONS", "/v1/completions", headers=asks)
+    assert status == 200, body
+    assert headers["access-control-allow-private-network"] == "true"
+
+
 def test_clients_of_different_keys_share_no_prefixes(server: Running):
     engine = server.service.worker.engine
     with serving(engine, server.tokenizer, keys=("one", "two")) as other:
