@@ -81,6 +81,7 @@ def _authorization(api_keys: Collection[str]) -> Callable[[Request], None]:
         if not keys:
             return
         scheme, _, client_key = request.headers.get("authorization", "").partition(" ")
+        client_key = client_key.strip(" ")
         if scheme.lower() != "bearer" or not client_key:
             raise errors.no_key()
         sent = client_key.encode("latin-1")  # as Starlette decodes the bytes of headers

@@ -138,7 +138,7 @@ def footer(tokens: int, ended: Mapping[Reason, int]) -> str:
 
 def _api_keys(options: argparse.Namespace) -> list[str]:
     key = os.environ.get("KVQ_API_KEY")
-    api_keys = options.api_key or ([] if key is None else [key.strip()])
+    api_keys = [one.strip() for one in options.api_key or ([] if key is None else [key])]
     if not all(api_keys):
         raise UserError(
             "the API key is empty; to serve without one, leave out --api-key and KVQ_API_KEY"

@@ -1,6 +1,7 @@
 """`kvq serve` as a process: it prints its address, and SIGTERM ends it once accepted requests are
 answered."""
 
+import argparse
 import http.client
 import json
 import os
@@ -23,6 +24,11 @@ def test_the_last_line_counts_whole_answers_and_names_the_others():
     line = serve.footer(70, ended)
     assert line == "[70 tokens in 3 answers, 3 cancelled; stopped]"
     assert serve.footer(1, {"ended": 1}) == "[1 token in 1 answer; stopped]"
+
+
+def test_spaces_around_a_key_are_not_part_of_it():
+    # no client can send them: HTTP drops spaces at the ends of a header
+    assert serve._api_keys(argparse.Namespace(api_key=[" one", "two\n"])) == ["one", "two"]
 
 
 @pytest.fixture

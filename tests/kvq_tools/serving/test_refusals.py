@@ -144,7 +144,7 @@ def test_every_path_but_health_asks_for_the_key(server: Running):
 
 def test_a_key_may_have_any_characters(server: Running):
     with serving(server.engine(), server.tokenizer, keys=("clé-ключ",)) as other:
-        for key, status in (("clé-ключ", 200), ("clé-", 401), ("другой", 401)):
+        for key, status in (("clé-ключ", 200), (" clé-ключ", 200), ("clé-", 401), ("другой", 401)):
             header = {"authorization": f"Bearer {key}".encode()}
             assert other.raw("GET", "/v1/models", headers=header)[0] == status, key
 
