@@ -133,33 +133,38 @@ def run_task(
     measured, broken, batches = [], [], UntilPressed()
     for (text, _), (model, spec) in zip(caches, models, strict=True):
         started, answers = time.perf_counter(), []
-        for answer in run(
-            model,
-            spec,
-            task,
-            samples,
-            prompts,
-            batch=options.batch,
-            progress=batches,
-            message=f"{options.command} with {text}",
-        ):
+        message = f"{options.command} with {text}"
+        shown = dict(batch=options.batch, progress=batches, message=message)
+        for answer in run(model, spec, task, samples, prompts, **shown):
             answers.append(answer)
             broken += [] if answer.finite else [text]
             _write(options.answers, {"cache": text} | described(samples[answer.index], answer))
         if measured and len(answers) < len(samples):
             break  # after Ctrl-C: scores of fewer samples are not comparable
         answers.sort(key=lambda answer: answer.index)
-        seconds = time.perf_counter() - started
-        measured.append(
-            {"name": text}
-            | _sizes(spec, config, samples)
-            | {"seconds": seconds}
-            | summary(samples, answers, groups)
-        )
+        seconds = {"seconds": time.perf_counter() - started}
+        scores = summary(samples, answers, groups)
+        measured.append({"name": text} | _sizes(spec, config, samples) | seconds | scores)
         if batches.pressed:
             break
+    result = _result(options, measured, rules, settings)
+    console.print_json("task", result) if options.json else _print(result)
+    console.check_finite(broken)
+    if batches.pressed:
+        raise KeyboardInterrupt(
+            f"the scores are of {len(measured)} of {len(caches)} caches and {result['samples']} of"
+            f" {len(samples)} samples"
+        )
+
+
+def _result(
+    options: argparse.Namespace,
+    measured: list[dict[str, Any]],
+    rules: Mapping[str, str],
+    settings: Mapping[str, Any],
+) -> dict[str, Any]:
     lengths = [answer["prompt_tokens"] for answer in measured[0]["answers"]]
-    result = {
+    return {
         "task": options.command,
         "model": options.model,
         **settings,
@@ -170,13 +175,6 @@ def run_task(
         "prompt_tokens": [min(lengths), max(lengths)],
         "caches": measured,
     }
-    console.print_json("task", result) if options.json else _print(result)
-    console.check_finite(broken)
-    if batches.pressed:
-        raise KeyboardInterrupt(
-            f"the scores are of {len(measured)} of {len(caches)} caches and {len(lengths)} of"
-            f" {len(samples)} samples"
-        )
 
 
 def _write(path: str | None, line: Mapping[str, Any]) -> None:

@@ -22,6 +22,7 @@ Source: Kim et al., SqueezeLLM, sections 4.1 and 4.2; KVQuant quantizes weights 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -135,54 +136,72 @@ def quantize_weights(
     check_request(llama.config, token_ids, bits, sparse, samples, length, packed=packed)
     llama = dense_llama(llama)
     windows = text_samples.draw(token_ids, samples, length, seed)
-    inputs: list[list[np.ndarray]] = []  # of every layer, by sample
-    cotangents: list[HiddenBTD] = []
-    for window in progress(list(windows), "running samples"):
-        hidden, layer_inputs = llama.embed_tokens(jnp.asarray(window[None, :-1], jnp.int32)), []
-        for layer in llama.layers:
-            layer_inputs.append(np.asarray(hidden))
-            hidden = _forward(layer, hidden)
-        inputs.append(layer_inputs)
-        cotangents.append(
-            gradient_of_the_loss(llama, hidden, jnp.asarray(window[None, 1:], jnp.int32))[1]
-        )
+    inputs, cotangents = _inputs_and_gradients(llama, progress(list(windows), "running samples"))
     replaced: dict[str, Weight] = {}
-    errors, sizes, counts = np.zeros(2), 0, 0
+    count = _Count()
     for index in progress(list(reversed(range(len(llama.layers)))), "fitting layers"):
-        layer, squares = llama.layers[index], None
+        layer, squares = llama.layers[index], []
         for sample in range(samples):
-            cotangents[sample], squared_gradients = _backward(
+            cotangents[sample], squared = _backward(
                 layer, jnp.asarray(inputs[sample].pop()), cotangents[sample]
             )
-            squares = (
-                squared_gradients
-                if squares is None
-                else jax.tree.map(jnp.add, squares, squared_gradients)
-            )
-        assert squares is not None, "there is at least one sample"
+            squares = [squared] if not squares else [jax.tree.map(jnp.add, *squares, squared)]
         for name, leaf in _kernels(layer).items():
             kernel = np.asarray(leaf, np.float32).T
-            sensitivity = np.asarray(squares[name]).T / samples
+            sensitivity = np.asarray(squares[0][name]).T / samples
             if not np.isfinite(sensitivity).all():
                 raise ValueError(
                     f"layer {index}, {name}: gradients of a sample are not finite in"
                     f" {leaf.dtype.name}"
                 )
             rows = quantized_rows(kernel, sensitivity, bits, sparse)
-            quantized = rows.values
+            count.add(rows, sensitivity, bits)
             replaced[f"layers.{index}.{name}"] = (
                 packed_rows(*rows).astype(leaf.dtype)
                 if packed
-                else jnp.asarray(quantized.T, leaf.dtype)
+                else jnp.asarray(rows.values.T, leaf.dtype)
             )
-            errors += [
-                (sensitivity * np.square(kernel - quantized)).sum(),
-                (sensitivity * np.square(kernel)).sum(),
-            ]
-            sizes += kernel.size
-            counts += kernel.size * bits + len(kernel) * 16 * 2**bits + 32 * int(rows.kept.sum())
-    error = float(errors[0] / errors[1]) if errors[1] > 0 else 0.0
-    return hf_names.replace_weights(llama, replaced), WeightCount(sizes, counts / sizes, error)
+    return hf_names.replace_weights(llama, replaced), count.total
+
+
+def _inputs_and_gradients(
+    llama: Llama, windows: Iterable[Int[np.ndarray, " length"]]
+) -> tuple[list[list[np.ndarray]], list[HiddenBTD]]:
+    """Return, for each window, the inputs of all layers, and the gradient of the loss with respect
+    to the last layer's output."""
+    inputs: list[list[np.ndarray]] = []
+    cotangents: list[HiddenBTD] = []
+    for window in windows:
+        hidden, of_layers = llama.embed_tokens(jnp.asarray(window[None, :-1], jnp.int32)), []
+        for layer in llama.layers:
+            of_layers.append(np.asarray(hidden))
+            hidden = _forward(layer, hidden)
+        inputs.append(of_layers)
+        targets = jnp.asarray(window[None, 1:], jnp.int32)
+        cotangents.append(gradient_of_the_loss(llama, hidden, targets)[1])
+    return inputs, cotangents
+
+
+@dataclasses.dataclass
+class _Count:
+    """The sums of a `WeightCount` over the matrices so far."""
+
+    weights: int = 0
+    bits: int = 0
+    error: float = 0.0
+    energy: float = 0.0
+
+    def add(self, rows: QuantizedRows, sensitivity: np.ndarray, bits: int) -> None:
+        self.weights += rows.weights.size
+        self.bits += rows.weights.size * bits + len(rows.weights) * 16 * 2**bits
+        self.bits += 32 * int(rows.kept.sum())
+        self.error += (sensitivity * np.square(rows.weights - rows.values)).sum()
+        self.energy += (sensitivity * np.square(rows.weights)).sum()
+
+    @property
+    def total(self) -> WeightCount:
+        error = float(self.error / self.energy) if self.energy > 0 else 0.0
+        return WeightCount(self.weights, self.bits / self.weights, error)
 
 
 class QuantizedRows(NamedTuple):
