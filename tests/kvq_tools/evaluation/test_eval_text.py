@@ -1,6 +1,9 @@
 """How a text becomes windows and bytes: every token is scored once, with enough context, and every
 byte belongs to one token."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -125,21 +128,20 @@ def test_the_bytes_of_all_tokens_are_those_of_the_text(tokenizer, text):
     assert (found.bytes >= 0).all()
 
 
+def evaluation(tokens: int, **changes: Any) -> Evaluation:
+    """Return numbers of so many tokens, all 1 and at the positions of the tokens by default."""
+    where, ones = np.arange(tokens), np.ones(tokens, np.float32)
+    fields = {"spec": parse("dense"), "mode": "decode", "window": 8, "prompt": 0}
+    fields |= {"index": where, "position": where, "exact_nats": ones, "nats": ones, "kl": ones}
+    return Evaluation(**fields | {"agrees": where > 0, "utf8_bytes": None} | changes)
+
+
 def test_numbers_by_position_add_up_to_those_of_the_text():
     rng = np.random.default_rng(0)
     position = rng.integers(1, 50, 200)
     arrays = {name: rng.random(200).astype(np.float32) for name in ("exact_nats", "nats", "kl")}
-    found = Evaluation(
-        parse("dense"),
-        "decode",
-        50,
-        0,
-        np.arange(200),
-        position,
-        agrees=rng.random(200) < 0.7,
-        utf8_bytes=600,
-        **arrays,
-    )
+    agrees = rng.random(200) < 0.7
+    found = evaluation(200, window=50, position=position, agrees=agrees, utf8_bytes=600, **arrays)
     for buckets in (1, 3, 8, 50, 99):
         parts = found.by_position(buckets)
         assert len(parts) <= buckets
@@ -155,37 +157,31 @@ def test_numbers_by_position_add_up_to_those_of_the_text():
     assert found.flips.tolist() == np.flatnonzero(~found.agrees).tolist()
 
 
-def test_the_kl_of_a_window_is_the_mean_of_the_tokens_that_it_scores():
-    """Windows of 4 tokens by 2: the second scores two tokens, the last, which is short, one."""
-    index, position = np.array([1, 2, 3, 4, 5, 6]), np.array([1, 2, 3, 2, 3, 2])
-    zeros = np.zeros(6)
-    found = Evaluation(
-        parse("int4"), "decode", 4, 0, index, position, zeros, zeros,
-        np.array([1.0, 2.0, 3.0, 4.0, 6.0, 50.0]), np.ones(6, bool), None,
-    )  # fmt: skip
-    assert found.window_kl == [2.0, 5.0], "one of three tokens is less than half of a full window"
-
-
-def test_windows_that_overlap_by_most_of_their_tokens_all_count():
-    """Windows of 8 tokens by 2: the first scores seven tokens, each other two."""
-    index = np.arange(1, 16)
-    position = np.concatenate([np.arange(1, 8), np.tile([6, 7], 4)])
-    found = Evaluation(
-        parse("int4"), "decode", 8, 0, index, position, *np.zeros((2, 15)),
-        np.repeat([1.0, 2.0, 3.0, 4.0, 5.0], (7, 2, 2, 2, 2)), np.ones(15, bool), None,
-    )  # fmt: skip
-    assert found.window_kl == [1.0, 2.0, 3.0, 4.0, 5.0]
+@pytest.mark.parametrize(
+    ("window", "position", "kl", "of_windows"),
+    [
+        # of 4 tokens by 2: the second scores two tokens, the last, which is short, one: less than
+        # half of a full window
+        (4, [1, 2, 3, 2, 3, 2], [1, 2, 3, 4, 6, 50], [2, 5]),
+        # of 8 tokens by 2, which overlap by most of their tokens: the first scores seven tokens,
+        # each other two
+        (8, [*range(1, 8), *[6, 7] * 4], np.repeat([1, 2, 3, 4, 5], (7, 2, 2, 2, 2)), range(1, 6)),
+    ],
+    ids=["a short last window", "windows that overlap"],
+)
+def test_the_kl_of_a_window_is_the_mean_of_the_tokens_that_it_scores(
+    window: int, position: list[int], kl: Sequence[int], of_windows: Sequence[int]
+):
+    index = np.arange(1, len(position) + 1)
+    arrays = {"index": index, "position": np.array(position), "kl": np.asarray(kl, float)}
+    found = evaluation(len(position), window=window, **arrays)
+    assert found.window_kl == list(of_windows)
 
 
 @pytest.mark.parametrize(
     ("name", "value"), [("exact_nats", np.nan), ("nats", np.inf), ("kl", -np.inf)]
 )
 def test_an_evaluation_is_finite_if_every_number_of_every_token_is(name: str, value: float):
-    where = np.arange(4)
-    arrays = {name: np.ones(4, np.float32) for name in ("exact_nats", "nats", "kl")}
-    found = Evaluation(
-        parse("dense"), "decode", 8, 0, where, where, agrees=where > 0, utf8_bytes=None, **arrays
-    )
-    assert found.finite
-    arrays[name][2] = value
-    assert not found.finite, f"one {value} in {name} goes unnoticed"
+    assert evaluation(4).finite
+    broken = np.array([1, 1, value, 1], np.float32)
+    assert not evaluation(4, **{name: broken}).finite, f"one {value} in {name} goes unnoticed"
