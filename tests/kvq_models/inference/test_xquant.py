@@ -100,7 +100,7 @@ CROSS = "xquant_cl:bits=3,base_layer=1,sink=2,recent=3,block=8"
 
 def test_the_accumulator_serves_ragged_batches():
     """Scores through the cache, 32 tokens a step, of rows beside themselves and in a ragged batch.
-    Steps of one token are in the test above."""
+    tests/kvq_jax/methods/test_xquant_carry.py takes short steps."""
     llama = prepare(model("gqa4"), CROSS)
     tokens, lengths = random_tokens((2, LENGTH)), jnp.asarray([LENGTH, 27])
 
