@@ -154,7 +154,12 @@ def calibrate_layer(
 
 def parameters_by_layer(cache: Cache, parameters: Sequence[Tree]) -> tuple[Tree, ...]:
     """Return the parameters of each layer, `()` for all if none are given. Raise ValueError if they
-    are those of another number of layers."""
+    are no sequence, or those of another number of layers."""
+    if not isinstance(parameters, Sequence):
+        raise ValueError(
+            "parameters must be a sequence with an entry for each layer, got"
+            f" {type(parameters).__name__}"
+        )
     by_layer = tuple(parameters) or ((),) * len(cache.layers)
     if len(by_layer) != len(cache.layers):
         raise ValueError(

@@ -96,11 +96,6 @@ def begin(
             the tokens, or parameters that the cache's method needs are missing.
     """
     check_cache(cache)
-    if not isinstance(parameters, Sequence):
-        raise ValueError(
-            "parameters must be a sequence with an entry for each layer, got"
-            f" {type(parameters).__name__}"
-        )
     by_layer = parameters_by_layer(cache, parameters)
     for layer, (plan, params) in enumerate(zip(cache.plans, by_layer, strict=True)):
         layer_step.check_parameters(

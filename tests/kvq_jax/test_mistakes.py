@@ -138,6 +138,10 @@ MISTAKES = [
         "parameters must be a sequence with an entry for each layer, got int",
     ),
     (
+        lambda: kvq.rows.trim(cache(), [0], parameters=3),
+        "parameters must be a sequence with an entry for each layer, got int",
+    ),
+    (
         lambda: kvq.files.verify(kvq.rows.select(cache(), [0]), kvq.files.seal(cache())),
         "these seals are of another cache, or of one of its rows",
     ),
