@@ -20,7 +20,7 @@ fwe   made-up words with the frequencies of a       the 3 most frequent
 
 EPILOG = f"""\
 examples:
-  kvq ruler embedded --task fwe --cache dense --cache kivi:bits=2 \\
+  kvq ruler smollm2 --task fwe --cache dense --cache kivi:bits=2 \\
       --lengths 512,1024
   kvq ruler path/to/model --task vt --cache innerq:bits=2 \\
       --lengths 4096,16384 --batch 8 --dtype bfloat16
