@@ -1,4 +1,4 @@
-"""Whether the attention layer of a host gives a method what it reads."""
+"""Refuse methods that read more than a host's attention layer gives them."""
 
 from __future__ import annotations
 

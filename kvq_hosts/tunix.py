@@ -72,7 +72,7 @@ def with_cache(model: Model, spec: kvq.cache.CacheSpec | str) -> Model:
 
 @dataclasses.dataclass(frozen=True)
 class _Layer:
-    """What makes the plan of one layer, once the sampler says how long a cache is."""
+    """The arguments of one layer's plan, kept until the sampler says how long a cache is."""
 
     spec: kvq.cache.CacheSpec
     dims: kvq.CacheDims

@@ -91,7 +91,13 @@ def __getattr__(name: str) -> Any:
     if name[:1].isupper():
         from kvq_jax.cache.spec_classes import spec_class
 
-        if (made := spec_class(name)) is not None:
+        try:
+            made = spec_class(name)
+        except ValueError as error:  # a package's method cannot be imported
+            raise AttributeError(
+                f"module {__name__!r} has no attribute {name!r}: {error}"
+            ) from error
+        if made is not None:
             return made
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -1,8 +1,8 @@
-"""The one place that calls kernels.
+"""The one place that calls the kernels that Triton compiles.
 
-Kernels here are written in Pallas and compiled by Triton, the route that can load, unpack and
-multiply sub-byte codes on Ampere, Ada and Hopper. Triton's parameters are always passed, because
-they also select the route: the default changed between JAX 0.10 and 0.12.
+They are written in Pallas, and load, unpack and multiply sub-byte codes on Ampere, Ada and Hopper.
+Triton's parameters are always passed, because they also select the route: the default changed
+between JAX 0.10 and 0.12.
 
 Kernels are traced without 64-bit types, whatever jax_enable_x64 says: they hold none, and the
 Python integers of their loops and divisions would become int64.

@@ -30,7 +30,7 @@ from kvq_jax.arrays.channel_groups import ChannelGroup
 from kvq_jax.attention.fused import block_writer
 from kvq_jax.layer.plan import LayerPlan
 from pallas_kernels.decode_attention.kernel import decode_attention
-from pallas_kernels.decode_attention.merge import finished
+from pallas_kernels.decode_attention.merge import merged_output
 from pallas_kernels.decode_attention.partial_attention import Splits
 from pallas_kernels.decode_attention.schedule import Pieces, Schedule
 from pallas_kernels.decode_attention.windows import WindowQueries
@@ -118,7 +118,9 @@ def merging() -> Built:
 
     def merge(window: Any, pieces: Any, limits: Any, positions: Any) -> Any:
         parts = [Splits(*window), Pieces(*pieces, limits=limits, schedule=schedule)]
-        return finished(parts, GROUP, positions, capacity=TOKENS, dtype=jnp.bfloat16, launch=LAUNCH)
+        return merged_output(
+            parts, GROUP, positions, capacity=TOKENS, dtype=jnp.bfloat16, launch=LAUNCH
+        )
 
     numbers = _struct(BATCH, dtype=jnp.int32)
     return merge, (of(BATCH, HEADS, 1), of(schedule.pieces), numbers, numbers), ()

@@ -107,7 +107,7 @@ def _trips(plan: LayerPlan, q: jax.ShapeDtypeStruct, older: int, by: str) -> Ite
     body, size = int(regions.body(older)), regions.held_capacity
     if by == "cudnn":
         if older:
-            yield math.ceil(body / cudnn.chunk_tokens(plan, 1, size))
+            yield math.ceil(body / cudnn.dequantized_tokens(plan, 1, size))
         return
     yield chunks
     windows = regions.sink_slots + regions.ring_slots

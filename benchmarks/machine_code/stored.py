@@ -19,7 +19,7 @@ from kvq_jax.arrays.polar_array import PolarFormat
 from kvq_jax.arrays.sparse_outliers import Pool, outliers_per_side, pool_of
 from kvq_jax.arrays.stored import BodySpec
 from kvq_jax.codecs import kernel_readers
-from kvq_jax.codecs.kernel_readers import dense, grouped, nonuniform, rotated
+from kvq_jax.codecs.kernel_readers import codebook, dense, grouped, rotated
 from kvq_jax.methods.kvquant.method import KVQuant
 from pallas_kernels.readers.base import Reader
 from pallas_kernels.tiles.layout import plane_layout
@@ -58,10 +58,10 @@ def tables(
     pool: Pool | None = None,
     pre_rope: bool = False,
 ) -> Stored:
-    """Return codes of a codebook, as `kernel_readers.nonuniform` describes them. Arrays that all
+    """Return codes of a codebook, as `kernel_readers.codebook` describes them. Arrays that all
     tokens share do not count as stored."""
     layout = plane_layout(bits, channels, 32)
-    reader = nonuniform(layout, group, pool=pool.tokens if pool else 0, pre_rope=pre_rope)
+    reader = codebook(layout, group, pool=pool.tokens if pool else 0, pre_rope=pre_rope)
     assert isinstance(reader, Reader), reader
     words = [(BATCH, KV_HEADS, TOKENS // layout.slots, layout.words(b)) for b in layout.sets]
     shapes: list[tuple[tuple[int, ...], Any]] = [(shape, jnp.int16) for shape in words]

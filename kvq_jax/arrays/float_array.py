@@ -54,9 +54,9 @@ class FloatFormat:
 
     @property
     def largest(self) -> float:
-        """Return the largest number that the format holds."""
+        """Return the largest number that `quantize` writes."""
         largest_scale = {"none": 1.0, "e8m0": 2.0**E8M0_BIAS, "e4m3": E4M3.largest}[self.scale]
-        return self.element.largest * largest_scale
+        return min(self.element.largest * largest_scale, LARGEST_INPUT)
 
 
 @pytree

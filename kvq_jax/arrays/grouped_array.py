@@ -71,6 +71,11 @@ class GroupFormat:
         """Return the code that stands for 0 in the symmetric scheme: zero = -centre * scale."""
         return 2**self.bits - 1
 
+    @property
+    def scale_token_axis(self) -> int:
+        """Return the axis of scales that counts tokens, or groups of them."""
+        return 3 if self.axis == "channels" else 2
+
 
 @pytree
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +100,7 @@ class GroupedArray:
             jnp.maximum(jnp.abs(low), jnp.abs(high)),
             self.scale,
             uniform.saturation_limit(self.format.scale_dtype),
-            3 if self.format.axis == "channels" else 2,
+            self.format.scale_token_axis,
         )
 
 

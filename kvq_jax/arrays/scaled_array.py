@@ -43,7 +43,7 @@ class ScaledArray:
             grouped_array.stored(jnp.max(grouped, axis, keepdims=True), format),
             self.groups.scale,
             uniform.saturation_limit(format.scale_dtype),
-            3 if format.axis == "channels" else 2,
+            format.scale_token_axis,
         )
 
 

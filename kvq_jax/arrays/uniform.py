@@ -111,7 +111,7 @@ class OutOfRange(NamedTuple):
 
 
 def out_of_range(
-    largest: Float[Array, "B ..."], scale: Float[Array, "B ..."], limit: float, tokens: int
+    largest: Float[Array, "B ..."], scale: Float[Array, "B ..."], limit: float, token_axis: int
 ) -> OutOfRange:
     """Return which runs of tokens meet an end.
 
@@ -119,9 +119,9 @@ def out_of_range(
         largest: the largest magnitude that each group can be read as.
         scale: its scale, as stored.
         limit: the magnitude at which entries saturate.
-        tokens: the axis of runs of tokens.
+        token_axis: the axis of runs of tokens.
     """
-    others = tuple(i for i in range(1, scale.ndim) if i != tokens % scale.ndim)
+    others = tuple(i for i in range(1, scale.ndim) if i != token_axis)
     least = 2.0**-24 if scale.dtype == jnp.float16 else 0.0
     wide = scale.astype(jnp.float32)
     tiny = (wide <= least) & (largest < float(jnp.finfo(scale.dtype).tiny))

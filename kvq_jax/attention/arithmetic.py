@@ -32,7 +32,7 @@ from kvq_jax.files.user_cache import cache_folder
 from kvq_jax.layer.plan import LayerPlan
 from pallas_kernels.launch import Arithmetic, KernelRoute, Launch
 
-_ROUTE = "pallas_kernels.mosaic.route"
+_MOSAIC = "pallas_kernels.mosaic.route"
 Format = Any  # pallas_kernels.self_test.Format
 # (format, device) -> how the kernel differs, or None if it does not
 Test = Callable[[Format, Any], str | None]
@@ -63,44 +63,44 @@ def arithmetic_of(plan: LayerPlan, query_heads: int) -> Arithmetic:
 def route_of(plan: LayerPlan, query_heads: int) -> KernelRoute:
     """Return the route that reads the body of a layer that kernels can serve, on this process's
     device. The first call for a format compiles for seconds."""
-    return "triton" if no_mosaic(plan, query_heads) else "mosaic"
+    return "triton" if mosaic_unavailable(plan, query_heads) else "mosaic"
 
 
-def no_mosaic(plan: LayerPlan, query_heads: int) -> str | None:
+def mosaic_unavailable(plan: LayerPlan, query_heads: int) -> str | None:
     """Return, in one line, why Mosaic GPU does not read this layer's body here, or None if it does.
     Formats that have no verdict yet are tested."""
     device = jax.local_devices()[0]
     if device.platform != "gpu":
         return f"this process runs on {device.platform}"
-    route, format = importlib.import_module(_ROUTE), format_of(plan, query_heads, "mosaic")
+    mosaic, format = importlib.import_module(_MOSAIC), format_of(plan, query_heads, "mosaic")
     capacity = plan.regions.held_capacity
     body = format.keys, format.values, format.group, capacity
-    reason = route.missing() or route.unsupported(*body, route.target_capability())
+    reason = mosaic.missing() or mosaic.unsupported(*body, mosaic.target_capability())
     if reason:
         return reason
     difference = verdict(format, device).difference
     return None if difference is None else f"its self-test fails: {difference}"
 
 
-def not_by_mosaic(plan: LayerPlan, query_heads: int) -> str | None:
+def mosaic_unsupported(plan: LayerPlan, query_heads: int) -> str | None:
     """Return, in one line, why decode steps of this layer need other kernels than those on Mosaic
     GPU, or None if those do all of a step but writing some formats' blocks, which XLA does. The
     device is not considered."""
-    route: Any = importlib.import_module(_ROUTE)
-    if reason := route.missing():
+    mosaic: Any = importlib.import_module(_MOSAIC)
+    if reason := mosaic.missing():
         return reason
     readers = [codec.kernels.reader() for codec in plan.codecs]
     for name, reader in zip("kv", readers, strict=True):
         if isinstance(reader, str):
             return f"{name}: {reader}"
     group, capacity = query_heads // plan.heads, plan.regions.held_capacity
-    return route.unserved(*readers, group, capacity)
+    return mosaic.unserved(*readers, group, capacity)
 
 
-def routes_described(plans: Sequence[LayerPlan], query_heads: int) -> str:
+def describe_routes(plans: Sequence[LayerPlan], query_heads: int) -> str:
     """Return, in one line, the routes that the layers of these plans take here, and why. Kernels
     must be able to serve all of them."""
-    reasons = [no_mosaic(plan, query_heads) for plan in dict.fromkeys(plans)]
+    reasons = [mosaic_unavailable(plan, query_heads) for plan in dict.fromkeys(plans)]
     if not reasons:
         return "no layer that kernels serve"
     if other := next((reason for reason in reasons if reason), None):
@@ -108,7 +108,7 @@ def routes_described(plans: Sequence[LayerPlan], query_heads: int) -> str:
     return f"mosaic: its self-test passed with JAX {jax.__version__}"
 
 
-def described(plans: Sequence[LayerPlan], query_heads: int) -> str:
+def describe_arithmetic(plans: Sequence[LayerPlan], query_heads: int) -> str:
     """Return, in one line, the arithmetic that the layers of these plans get here, and why. Kernels
     must be able to serve all of them. Formats that have no verdict yet are tested."""
     device = jax.local_devices()[0]

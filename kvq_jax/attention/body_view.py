@@ -24,7 +24,7 @@ class BodyView(NamedTuple):
     rope: Rope | None
 
 
-def turned_back(
+def rotated_back(
     query: Float[Array, "B K R H"], begun: LengthsB, tokens: int, rope: Rope
 ) -> tuple[Float[Array, "B K R H"], Float[Array, "B K R H"]]:
     """Return the queries for keys before RoPE in a ring of `tokens`: in the round that began

@@ -25,7 +25,7 @@ from kvq_jax.layer.plan import LayerPlan, LayerState, Sides
 from kvq_jax.types.array_types import LayerInputs, LengthsB, PositionsBT, QueryBNTH, RowsBKTH, Tree
 from pallas_kernels.decode_attention.partial_attention import NEG_INF, PartialAttention
 
-BODY_CHUNK_ELEMENTS = 1 << 22  # of keys or values that are dequantized at a time
+DEQUANTIZED_ELEMENTS = 1 << 22  # of keys or values that are dequantized at a time
 
 
 def unsupported(plan: LayerPlan, inputs: LayerInputs) -> str | None:
@@ -75,11 +75,11 @@ def attend(
         # cuDNN bounds older tokens from above alone; a body of differences has no vectors
         if plan.attention.window is not None or plan.cross_layer is not None:
             return streaming.attend_view(older, queries)
-        return streaming.finished(plan, _with_older(older, queries), inputs.q_rot, inputs.sinks)
+        return streaming.output_of(plan, _with_older(older, queries), inputs.q_rot, inputs.sinks)
 
     def alone() -> QueryBNTH:
         part = streaming.attention_so_far(queries, plan.heads)
-        return streaming.finished(plan, part, inputs.q_rot, inputs.sinks)
+        return streaming.output_of(plan, part, inputs.q_rot, inputs.sinks)
 
     return lax.cond(jnp.any(inputs.positions[:, 0] > 0), with_older, alone)
 
@@ -111,20 +111,17 @@ def _with_older(view: streaming.View, queries: streaming.Queries) -> PartialAtte
         part = online_softmax.merge(part, attend(view.keys, view.values, view.positions, seen))
     if not (size := plan.regions.read_capacity):
         return part
-    chunk = chunk_tokens(plan, len(limits), size)
+    chunk = dequantized_tokens(plan, len(limits), size)
     add = functools.partial(
         dequantized_body.add_body, view, queries.positions, limits, chunk, attend
     )
-    if plan.regions.axis is None:
-        return add(part)
-    of_shard = add(online_softmax.empty(*part.o.shape))  # the windows are on every shard
-    return online_softmax.merge(part, online_softmax.across(of_shard, plan.regions.axis))
+    return online_softmax.add_across(part, plan.regions.axis, add)
 
 
-def chunk_tokens(plan: LayerPlan, batch: int, size: int) -> int:
+def dequantized_tokens(plan: LayerPlan, batch: int, size: int) -> int:
     """Return how many tokens of a body of `size` are dequantized at a time: whole blocks."""
     block = plan.regions.block
-    blocks = BODY_CHUNK_ELEMENTS // (batch * plan.heads * plan.head_dim * block)
+    blocks = DEQUANTIZED_ELEMENTS // (batch * plan.heads * plan.head_dim * block)
     return min(max(blocks, 1) * block, size)
 
 

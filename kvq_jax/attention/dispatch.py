@@ -12,8 +12,7 @@ A caller asks for one of
                for compilation ahead of time
 
 `choose` turns that into a `Route`, once for a layer and call. Fused kernels are imported only if
-one is needed, because the Triton route of Pallas is deprecated since JAX 0.11 and XLA does without
-it.
+one is launched: XLA and CPUs do without Pallas.
 """
 
 from __future__ import annotations
@@ -103,7 +102,9 @@ def _unsupported_native(plan: LayerPlan, tokens: int) -> str | None:
 
 
 def _unsupported_fused(plan: LayerPlan, query_heads: int, tokens: int) -> str | None:
-    if (reason := not_by_triton(plan)) and (other := arithmetic.not_by_mosaic(plan, query_heads)):
+    if (reason := triton_unsupported(plan)) and (
+        other := arithmetic.mosaic_unsupported(plan, query_heads)
+    ):
         return f"{reason}. Mosaic GPU does not read it here: {other}"
     if tokens != 1:
         return f"{tokens} new tokens in one step; kernels take one"
@@ -145,7 +146,7 @@ def _unsupported_fused(plan: LayerPlan, query_heads: int, tokens: int) -> str | 
 
 @functools.cache
 def no_triton() -> str | None:
-    """Return, in one line, why kernels cannot be imported, or None if they can."""
+    """Return, in one line, why this JAX has no kernels by Triton, or None if it has them."""
     try:
         importlib.import_module("jax.experimental.pallas.triton")
     except ImportError:
@@ -156,7 +157,7 @@ def no_triton() -> str | None:
     return None
 
 
-def not_by_triton(plan: LayerPlan) -> str | None:
+def triton_unsupported(plan: LayerPlan) -> str | None:
     """Return, in one line, why Triton's kernels do not read this layer's body, or None if they read
     whatever kernels do."""
     if reason := no_triton():
@@ -203,7 +204,7 @@ def choose(implementation: Implementation, plan: LayerPlan, query_heads: int, to
     if isinstance(implementation, Launch):
         reason = unsupported(plan, query_heads, tokens)
         if implementation.route == "triton":
-            reason = reason or not_by_triton(plan)
+            reason = reason or triton_unsupported(plan)
         if reason:
             raise ValueError(f"no kernel for this cache: {reason}")
         return _by_kernels(implementation)
@@ -249,11 +250,11 @@ def obstacle(kernels: Kernels | None, plan: LayerPlan, query_heads: int, tokens:
     read this layer, or None if they do."""
     kernels = kernels or _kernels_here()
     reason = no_device(kernels) or unsupported(plan, query_heads, tokens, kernels)
-    if reason or kernels == "native" or not (missing := not_by_triton(plan)):
+    if reason or kernels == "native" or not (missing := triton_unsupported(plan)):
         return reason
     if LAUNCH.interpret:
         return missing if LAUNCH.route == "triton" else None
-    other = arithmetic.no_mosaic(plan, query_heads)
+    other = arithmetic.mosaic_unavailable(plan, query_heads)
     return other and f"{missing}. Mosaic GPU does not read it on this GPU: {other}"
 
 
@@ -275,7 +276,7 @@ def arithmetic_here(plans: Sequence[LayerPlan], query_heads: int) -> str:
     if reason := no_device("pallas"):
         return f"not tested: {reason}"
     served = [plan for plan in plans if not unsupported(plan, query_heads, 1)]
-    return arithmetic.described(served, query_heads)
+    return arithmetic.describe_arithmetic(served, query_heads)
 
 
 def route_here(plans: Sequence[LayerPlan], query_heads: int) -> str:
@@ -284,7 +285,7 @@ def route_here(plans: Sequence[LayerPlan], query_heads: int) -> str:
     if reason := no_device("pallas"):
         return f"not tested: {reason}"
     served = [plan for plan in plans if not unsupported(plan, query_heads, 1)]
-    return arithmetic.routes_described(served, query_heads)
+    return arithmetic.describe_routes(served, query_heads)
 
 
 def attend(
@@ -390,8 +391,7 @@ def append_token(
 
 
 def _fused() -> types.ModuleType:
-    """Import the module that calls kernels. The import fails without Triton, so it is not at the
-    top."""
+    """Import the module that calls GPU kernels, which XLA and CPUs do without."""
     from kvq_jax.attention import fused
 
     return fused

@@ -1,5 +1,5 @@
-"""Call the fused kernels with the arrays of caches. This module needs Triton, so `dispatch` imports
-it only when it launches a kernel."""
+"""Call the fused kernels for GPUs with the arrays of caches. `dispatch` imports this module only
+when it launches a kernel."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from kvq_jax.arrays.grouped_array import GroupedArray
 from kvq_jax.arrays.stored import load_body
 from kvq_jax.attention import online_softmax, streaming
-from kvq_jax.attention.body_view import BodyView, turned_back
+from kvq_jax.attention.body_view import BodyView, rotated_back
 from kvq_jax.attention.logits import first_inside
 from kvq_jax.codecs.codec import Codec, required_rope
 from kvq_jax.codecs.kernel_writers import KernelWriter
@@ -34,7 +34,7 @@ from pallas_kernels.decode_attention.kernel import (
     heads_at_once,
 )
 from pallas_kernels.decode_attention.lower_limits import LowerLimits
-from pallas_kernels.decode_attention.merge import finished, merged
+from pallas_kernels.decode_attention.merge import merged, merged_output
 from pallas_kernels.decode_attention.partial_attention import PartialAttention, Splits
 from pallas_kernels.decode_attention.windows import DTYPES, WindowQueries
 from pallas_kernels.launch import Launch
@@ -95,7 +95,7 @@ def attend(
         if after.floor is not None:
             lost = streaming.below_floor(plan, positions, after.floor)
             positions = jnp.where(lost, capacity, positions)
-        return finished(
+        return merged_output(
             [*of_windows, *of_body],
             group,
             positions[:, 0],
@@ -108,7 +108,7 @@ def attend(
         part = online_softmax.across(part, plan.regions.axis)
     if of_windows:
         part = online_softmax.merge(merged(of_windows, group, launch=launch), part)
-    out = streaming.finished(plan, part, inputs.q_rot, inputs.sinks)
+    out = streaming.output_of(plan, part, inputs.q_rot, inputs.sinks)
     return streaming.without_lost(plan, inputs, out, after.floor)
 
 
@@ -229,7 +229,7 @@ def _body_arguments(
         lower = lower._replace(ring=tokens)
         if keys[0].turns:
             begun = limits[:, 0] // tokens * tokens
-            query, before = turned_back(query, begun, tokens, required_rope(rope))
+            query, before = rotated_back(query, begun, tokens, required_rope(rope))
             lower = lower._replace(q_before=before)
     options = {
         "capacity": regions.held_capacity,

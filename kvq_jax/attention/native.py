@@ -20,7 +20,7 @@ from cpu_kernels.attention import (
 )
 from cpu_kernels.body import Body
 from kvq_jax.attention import online_softmax, streaming
-from kvq_jax.attention.body_view import BodyView, turned_back
+from kvq_jax.attention.body_view import BodyView, rotated_back
 from kvq_jax.attention.logits import first_inside, inside_window
 from kvq_jax.codecs.codec import Codec, required_rope
 from kvq_jax.layer.plan import LayerPlan, LayerState, Sides
@@ -63,7 +63,7 @@ def attend(
     else:  # what follows the sum over the body does not follow that over the windows
         of_body = _summed(view, read(limits, None))
         part = online_softmax.merge(of_body, read(jnp.zeros_like(limits), windows))
-    return streaming.finished(plan, part, inputs.q_rot, inputs.sinks)
+    return streaming.output_of(plan, part, inputs.q_rot, inputs.sinks)
 
 
 def _reads_windows(plan: LayerPlan, state: LayerState, inputs: LayerInputs) -> bool:
@@ -141,13 +141,13 @@ def _read(
     keys, values = (_body_and_arrays(*side) for side in sides)
     query = plan.k.query(view.params[0], view.stats[0], rows)
     if keys[0].rotated:
-        keys = keys[0], [*keys[1], *_turns(view.rope, regions.sink, capacity)]
+        keys = keys[0], [*keys[1], *_rope_tables(view.rope, regions.sink, capacity)]
     ring = None
     if regions.wraps:
         ring = Ring(regions.read_capacity, written)
         if keys[0].rotated:
             begun = written // ring.tokens * ring.tokens
-            query, before = turned_back(query, begun, ring.tokens, required_rope(view.rope))
+            query, before = rotated_back(query, begun, ring.tokens, required_rope(view.rope))
             ring = ring._replace(q_before=before)
     lower = first_inside(attention, regions.sink, positions)
     m, l, o = decode_attention(
@@ -172,7 +172,7 @@ def _body_and_arrays(codec: Codec, params: Tree, body: Tree) -> tuple[Body, list
     return description, codec.kernels.arrays(params, body)
 
 
-def _turns(rope: Rope | None, sink: int, capacity: int) -> list[Float[Array, "2 n half"]]:
+def _rope_tables(rope: Rope | None, sink: int, capacity: int) -> list[Float[Array, "2 n half"]]:
     """Return the cosines and sines by which the kernel rotates keys cached before RoPE.
 
     The first table is for TOGETHER neighbouring tokens, times RoPE's attention factor. The second

@@ -50,7 +50,7 @@ def merge(a: PartialAttention, b: PartialAttention) -> PartialAttention:
 def with_sinks(part: PartialAttention, sinks: Float[Array, "#B K R 1"]) -> PartialAttention:
     """Add to each query row a token without a value, whose logit is sinks[b, k, r].
 
-    finish(with_sinks(part, sinks)) = finish(part) * sigmoid(lse - sinks),   lse = m + log l
+    normalized(with_sinks(part, sinks)) = normalized(part) * sigmoid(lse - sinks),   lse = m + log l
     """
     m = jnp.maximum(part.m, sinks)
     shrink = jnp.exp(part.m - m)
@@ -69,7 +69,19 @@ def across(part: PartialAttention, axis: str) -> PartialAttention:
     return PartialAttention(m, o_and_l[..., -1:], o_and_l[..., :-1])
 
 
-def finish(part: PartialAttention) -> Float[Array, "B K R H"]:
+def add_across(
+    part: PartialAttention,
+    axis: str | None,
+    add: Callable[[PartialAttention], PartialAttention],
+) -> PartialAttention:
+    """Return add(part). If the tokens that `add` reads are dealt out along a mesh axis, those of
+    all shards are added. The tokens of `part` are on every shard."""
+    if axis is None:
+        return add(part)
+    return merge(part, across(add(empty(*part.o.shape)), axis))
+
+
+def normalized(part: PartialAttention) -> Float[Array, "B K R H"]:
     """Return o / l, zeros for query rows that saw no token."""
     return part.o / jnp.maximum(part.l, jnp.finfo(jnp.float32).tiny)
 

@@ -9,6 +9,8 @@ served.
 
 from __future__ import annotations
 
+import functools
+
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
@@ -52,12 +54,9 @@ def attend(
     counts = jnp.broadcast_to(jnp.arange(1, tokens + 1, dtype=jnp.int32), (batch, tokens))
     real = jnp.sum(inputs.valid, axis=1, dtype=jnp.int32)
     part = _attention(plan, rows, view.keys, view.values, reach, counts, real)
-    if plan.regions.axis is None:
-        part = _add_body(view, inputs, rows, limits, part)
-    else:  # the windows are on every shard of the body
-        of_shard = _add_body(view, inputs, rows, limits, online_softmax.empty(*rows.shape))
-        part = online_softmax.merge(part, online_softmax.across(of_shard, plan.regions.axis))
-    return streaming.finished(plan, part, inputs.q_rot, inputs.sinks)
+    add = functools.partial(_add_body, view, inputs, rows, limits)
+    part = online_softmax.add_across(part, plan.regions.axis, add)
+    return streaming.output_of(plan, part, inputs.q_rot, inputs.sinks)
 
 
 def _reach(

@@ -10,6 +10,7 @@ T >= 1 queries.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
@@ -74,7 +75,7 @@ def attend_view(view: View, queries: Queries, read_body: BodyReader | None = Non
     read_body = read_body or read_chunks
     tokens = queries.q.shape[2]
     if tokens <= QUERY_CHUNK:
-        return _attend_queries(view, queries, 0, tokens, read_body)
+        return _attend_queries(view, queries, 0, read_body)
     chunks = -(-tokens // QUERY_CHUNK)
 
     def axis(array: Array) -> int:
@@ -95,7 +96,7 @@ def attend_view(view: View, queries: Queries, read_body: BodyReader | None = Non
         def cut(array: Array) -> Array:
             return lax.dynamic_slice_in_dim(array, at, QUERY_CHUNK, axis(array))
 
-        return _attend_queries(view, jax.tree.map(cut, whole), at, QUERY_CHUNK, read_body)
+        return _attend_queries(view, jax.tree.map(cut, whole), at, read_body)
 
     out = lax.map(one, jnp.arange(chunks, dtype=jnp.int32))  # [chunks, B, N, QUERY_CHUNK, H]
     return jnp.moveaxis(out, 0, 2).reshape(*whole.q.shape[:3], -1)[:, :, :tokens]
@@ -232,20 +233,17 @@ def outside_body(
 
 
 def _attend_queries(
-    view: View, queries: Queries, first: int | Array, count: int, read_body: BodyReader
+    view: View, queries: Queries, first: int | Array, read_body: BodyReader
 ) -> QueryBNTH:
-    """Attend with `count` queries, at most QUERY_CHUNK: the new tokens from `first` on."""
+    """Attend with at most QUERY_CHUNK queries: those of the new tokens from `first` on."""
     batch, heads, tokens, head_dim = queries.q.shape
     group = heads // view.plan.heads
     rows = queries.q.reshape(batch, view.plan.heads, group * tokens, head_dim)  # group-major
     part = attention_so_far(queries, view.plan.heads)
-    part = _add_exact(view, queries, rows, part, first, count)
-    if view.plan.regions.axis is None:
-        part = read_body(view, queries, rows, part)
-    else:  # the windows are on every shard of the body
-        of_shard = read_body(view, queries, rows, online_softmax.empty(*rows.shape))
-        part = online_softmax.merge(part, online_softmax.across(of_shard, view.plan.regions.axis))
-    return finished(view.plan, part, queries.q, view.sinks)
+    part = _add_exact(view, queries, rows, part, first)
+    add = functools.partial(read_body, view, queries, rows)
+    part = online_softmax.add_across(part, view.plan.regions.axis, add)
+    return output_of(view.plan, part, queries.q, view.sinks)
 
 
 def attention_so_far(queries: Queries, kv_heads: int) -> PartialAttention:
@@ -259,7 +257,7 @@ def attention_so_far(queries: Queries, kv_heads: int) -> PartialAttention:
     return PartialAttention(m, jnp.ones_like(m), out.reshape(*rows, -1).astype(jnp.float32))
 
 
-def finished(
+def output_of(
     plan: LayerPlan, part: PartialAttention, q: QueryBNTH, sinks: Float[Array, " N"] | None
 ) -> Float[Array, "B N T channels"]:
     """Return the attention of the queries q, whose rows are group-major in `part`: [B, N, T, H] in
@@ -267,19 +265,14 @@ def finished(
     if sinks is not None:
         logits = sinks.astype(jnp.float32).reshape(1, part.o.shape[1], -1, 1)
         part = online_softmax.with_sinks(part, jnp.repeat(logits, q.shape[2], axis=2))
-    out = online_softmax.finish(part)
+    out = online_softmax.normalized(part)
     if not plan.lse:
         return out.astype(q.dtype).reshape(q.shape)
     return jnp.concatenate([out, online_softmax.lse(part)], axis=-1).reshape(*q.shape[:3], -1)
 
 
 def _add_exact(
-    view: View,
-    queries: Queries,
-    rows: Array,
-    part: PartialAttention,
-    first: int | Array,
-    count: int,
+    view: View, queries: Queries, rows: Array, part: PartialAttention, first: int | Array
 ) -> PartialAttention:
     regions, attention, size = view.plan.regions, view.plan.attention, view.keys.shape[2]
     if not size:
@@ -312,7 +305,7 @@ def _add_exact(
         # a query that reaches no new token before `reached` reaches no older one either
         reached = jnp.asarray(first, jnp.int32) - attention.window + 1
         begin = jnp.where(reached > 0, (old + reached) // chunk, 0)
-    end = jnp.minimum(old + first + count, size)
+    end = jnp.minimum(old + first + queries.positions.shape[1], size)
     return lax.fori_loop(begin, -(-end // chunk), step, part)
 
 

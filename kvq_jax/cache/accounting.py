@@ -184,7 +184,7 @@ def outlier_totals(cache: Cache) -> tuple[dict[str, OutlierTotals], ...]:
                 body = load_body(codec.body(1, plan.heads, plan.regions.block), stored)
                 counts = codec.facts.outliers.counts(body)
                 runs = counts.kept.shape[1]
-                # of each run
+                # the first token of each run
                 first = jnp.arange(runs, dtype=jnp.int32) * regions.held_capacity // max(1, runs)
                 in_body = regions.body(cache.lengths)
                 live = first[None] < jnp.minimum(in_body, regions.read_capacity)[:, None]

@@ -13,7 +13,7 @@ layers of a model at once, through the same functions. `docs/own_model.md` has e
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -282,7 +282,9 @@ class CachePlan:
             sinks=sinks is not None,
         )
         layer = dataclasses.replace(self.layer, attention=attention, lse=lse)
-        layer = layer_step.following(layer, self.spec, self.number, self.dims, self.dtype)
+        layer = layer_step.with_codecs_for_attention(
+            layer, self.spec, self.number, self.dims, self.dtype
+        )
         return dataclasses.replace(self, layer=layer)
 
     def _new(self, cache: LayerCache, tokens: int, lengths: Integers | None) -> tuple[Any, Any]:
@@ -306,13 +308,10 @@ class CachePlan:
         layer_step.check_split(self.placement, arrays)
         positions, valid = self._new(cache, tokens, lengths)
         shift = call_layout.left_padding(tokens, lengths, padding)
-        turned_arrays: dict[str, Any] = {
-            n: call_layout.turned(n, a, layout, shift) for n, a in arrays.items()
-        }
-        names = ("x", "q_pre", "q", "k_pre", "k", "v", "residual", "sinks")
-        x, q_pre, q, k_pre, k, v, *others = (cast(Any, turned_arrays.get(n)) for n in names)
-        inputs = LayerInputs(x, q_pre, q, k_pre, k, v, positions, valid, rope, *others)
-        return inputs, shift
+        made: dict[str, Any] = dict.fromkeys(("x", "q_pre", "k_pre"))
+        made |= {n: call_layout.turned(n, a, layout, shift) for n, a in arrays.items()}
+        made |= {"q_rot": made.pop("q"), "k_rot": made.pop("k")}
+        return LayerInputs(**made, positions=positions, valid=valid, rope=rope), shift
 
     def _run(
         self,

@@ -178,7 +178,9 @@ def check_sinks(layer: int, expected: bool, sinks: Array | None) -> None:
 
 
 @functools.cache
-def following(plan: LayerPlan, spec: str, layer: int, dims: CacheDims, dtype: str) -> LayerPlan:
+def with_codecs_for_attention(
+    plan: LayerPlan, spec: str, layer: int, dims: CacheDims, dtype: str
+) -> LayerPlan:
     """Return the plan with the codecs of its attention, which may depend on it (zipcache)."""
     dims = dims.attending(plan.attention)
     made = parse(spec).layer(layer, dims, plan.regions.capacity, dtype)
@@ -254,13 +256,12 @@ def run_layer(
         dims.num_attention_heads // parts,
         1 if prefill else inputs.positions.shape[1],
     )
-    static = plan, prefill, route
+    through, static = _layer_step if attend else _layer_append, (plan, prefill, route)
     if placement is None:
-        through = _layer_step if attend else _layer_append
         return through(*static, params, state, inputs, carry)
     with crossing(placement) as mesh:
         arrays = mesh.taken((params, state, inputs, carry))
-        out, state, carry = _layer_step_on_shards(placement, dims, *static, *arrays)
+        out, state, carry = _on_shards(through, placement, dims, *static, *arrays)
     return mesh.handed(out, "batch", "heads", "none", "channels"), state, carry
 
 
@@ -303,8 +304,9 @@ def _layer_append(
     return inputs.q_rot, after, carry
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
-def _layer_step_on_shards(
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5))
+def _on_shards(
+    through: Callable[..., tuple[QueryBNTH, LayerState, Tree]],
     placement: Placement,
     dims: CacheDims,
     plan: LayerPlan,
@@ -315,12 +317,12 @@ def _layer_step_on_shards(
     inputs: LayerInputs,
     carry: Tree,
 ) -> tuple[QueryBNTH, LayerState, Tree]:
-    """Run `_layer_step` on every shard of a placement."""
+    """Run `_layer_step` or `_layer_append` on every shard of a placement."""
     states, carries = state_partition(plan, placement), carry_partition(placement)
     described = functools.partial(parameter_axes, plan, dims, params)
     parameters = parameter_partition(plan, placement, described, params)
     attention = placement.along("batch", "heads", "none", "channels")
-    local = functools.partial(_layer_step, plan.share(placement.size("heads")), prefill, route)
+    local = functools.partial(through, plan.share(placement.size("heads")), prefill, route)
     run = on_shards(
         local,
         placement,

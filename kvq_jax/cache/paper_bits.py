@@ -8,8 +8,9 @@ compares with.
 
 Outliers also cost one 32-bit pointer per token. The paper's averages (Tables 1, 2 and 17, and the
 128K column of Table 8) agree with one pointer for a token's key and value together, the 1M and 10M
-columns of Table 8 with none. `kvq.size.body_bits_per_element` counts this project's own arrays:
-their indices have no pointers, slots are whole, and a key's overflow takes a byte.
+columns of Table 8 with none. `kvq.size.body_bits_per_element` counts this project's arrays: a pool
+of slots has a 16-bit pointer for each head, slots are whole, and a pool that may overflow counts
+what it dropped in 16 bits.
 """
 
 from __future__ import annotations

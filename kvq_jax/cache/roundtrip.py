@@ -139,7 +139,17 @@ def roundtrip(
     batch, _, tokens, _ = k.shape
     positions = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), (batch, tokens))
     valid, queries = jnp.ones((batch, tokens), bool), k if q is None else q
-    inputs = LayerInputs(None, None, queries, None, k, v, positions, valid, None)
+    inputs = LayerInputs(
+        x=None,
+        q_pre=None,
+        q_rot=queries,
+        k_pre=None,
+        k_rot=k,
+        v=v,
+        positions=positions,
+        valid=valid,
+        rope=None,
+    )
     try:
         return roundtrip_layer(spec, inputs, layer=layer or 0)[:2]
     except MissingInputError as error:

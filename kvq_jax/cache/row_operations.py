@@ -197,8 +197,7 @@ def replace_row(cache: Cache, index: Integers, row: Cache) -> Cache:
 
     Raises:
         ValueError: if the caches differ in one of these fields (the message names it), `row` does
-            not have exactly one row, `index` is not a row number, or a cache was consumed or is
-            parked.
+            not have exactly one row, `index` is not a row number, or a cache was consumed.
     """
     _check_alike(cache, row, "share no rows")
     index = jnp.asarray(int32("index", index))

@@ -254,7 +254,7 @@ def _header(path: pathlib.Path, header: dict[str, str], tensors: int) -> dict[st
     if header.get("format_version") not in (VERSION, WITHOUT_INTACT, WITHOUT_CHECKSUM):
         raise ValueError(
             f"{str(path)!r} has format_version={header.get('format_version')!r}; this version reads"
-            f" {VERSION!r}"
+            f" {WITHOUT_CHECKSUM!r} to {VERSION!r}: if a newer kvq wrote the file, install that one"
         )
     readers = {
         "spec": parse,

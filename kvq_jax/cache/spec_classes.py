@@ -18,17 +18,20 @@ from kvq_jax.methods.registry import METHODS, register_installed
 
 def names() -> dict[str, str]:
     """Return the name of each method's class, and the method's name in a spec. Methods that share a
-    class are capitalized: int4 is Int4."""
-    classes = {name: type(method).__name__ for name, method in METHODS.items()}
-    shared = Counter(classes.values())
-    return {c if shared[c] == 1 else name.capitalize(): name for name, c in classes.items()}
+    class are capitalized: int4 is Int4. A registered class of the name of one of ours is too."""
+    ours = Counter(class_name for class_name, built_in in METHODS.classes().values() if built_in)
+    public: dict[str, str] = {}
+    for name, (class_name, built_in) in METHODS.classes().items():
+        taken = ours[class_name] > 1 if built_in else class_name in ours or class_name in public
+        public[name.capitalize() if taken else class_name] = name
+    return public
 
 
 def spec_class(name: str) -> Callable[..., CacheSpec] | None:
     """Return the callable of this name, or None if there is none."""
-    if name not in names():
+    if (method := names().get(name)) is None:
         register_installed()
-    method = names().get(name)
+        method = names().get(name)
     return None if method is None else _made(name, method)
 
 

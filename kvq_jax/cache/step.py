@@ -152,13 +152,23 @@ def append_and_attend(
             is missing (the message names it), sinks are missing or the layer has none, the step has
             gone through all layers, or a named implementation cannot run.
     """
-    _check_step(step)
+    _check_not_through(step)
     arrays = dict(q=q, q_pre=q_pre, k=k, k_pre=k_pre, v=v, x=x, residual=residual, sinks=sinks)
-    dims = step.cache.dims.at(min(step.layer, len(step.cache.layers) - 1))
-    layer_step.check_shapes(dims, step.positions.shape, arrays)
+    layer_step.check_shapes(step.cache.dims.at(step.layer), step.positions.shape, arrays)
     layer_step.check_split(step.cache.placement, arrays)
-    positions, valid = step.positions, step.valid
-    inputs = LayerInputs(x, q_pre, q, k_pre, k, v, positions, valid, rope, residual, sinks)
+    inputs = LayerInputs(
+        x=x,
+        q_pre=q_pre,
+        q_rot=q,
+        k_pre=k_pre,
+        k_rot=k,
+        v=v,
+        positions=step.positions,
+        valid=step.valid,
+        rope=rope,
+        residual=residual,
+        sinks=sinks,
+    )
     return through_layer(step, inputs)
 
 
@@ -171,12 +181,8 @@ def through_layer(
     not checked. Without `attend`, the attention is unspecified and not computed: a prompt's
     attention is the same in all caches that it goes into.
     """
+    _check_not_through(step)
     cache = step.cache
-    if step.layer == len(cache.layers):
-        raise ValueError(
-            f"the cache has {len(cache.layers)} layers, and the step went through all of them:"
-            " finish(step) returns the cache"
-        )
     layer_step.check_sinks(step.layer, cache.plans[step.layer].attention.sinks, inputs.sinks)
     out, state, carry = layer_step.run_layer(
         cache.plans[step.layer],
@@ -218,3 +224,13 @@ def finish(step: Step) -> Cache:
 def _check_step(step: Step) -> None:
     if not isinstance(step, Step):
         raise ValueError(f"this call takes the step of kvq.begin, got {type(step).__name__}")
+
+
+def _check_not_through(step: Step) -> None:
+    """Raise ValueError if it is no step, or one that has gone through all layers."""
+    _check_step(step)
+    if step.layer == len(step.cache.layers):
+        raise ValueError(
+            f"the cache has {len(step.cache.layers)} layers, and the step went through all of"
+            " them: finish(step) returns the cache"
+        )

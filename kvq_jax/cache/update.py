@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -170,13 +171,13 @@ def _append(
         )
         after = dataclasses.replace(state, sink=sink, ring=ring)
 
-    def body_of(side: int, codec: Codec) -> Tree:
+    def body_of(side: int) -> Tree:
         if aged[side]:
             return after.body[side]
-        arrays = params[side], state, side, rows[side], after.ring[side]
-        return _age(plan, codec, *arrays, start, total, carry, prefill, route)
+        new = Arrival(rows[side], after.ring[side], start, total)
+        return _age(plan, side, params[side], state, new, carry, prefill=prefill, route=route)
 
-    body = tuple(body_of(side, codec) for side, codec in enumerate(plan.codecs))
+    body = tuple(map(body_of, range(len(plan.codecs))))
     return dataclasses.replace(after, body=body), windows
 
 
@@ -313,23 +314,30 @@ def _by_chunks(code: Callable[[Tree], Tree], block: Tree, source: Tree, tokens: 
     return jax.tree.map(joined, block, coded)
 
 
+class Arrival(NamedTuple):
+    """New tokens of one side: their rows [B, K, T, C], the ring that holds them, and the tokens of
+    each sequence before and after."""
+
+    rows: Array
+    ring: Array
+    start: LengthsB
+    total: LengthsB
+
+
 def _age(
     plan: LayerPlan,
-    codec: Codec,
+    side: int,
     params: Tree,
     state: LayerState,
-    side: int,
-    rows: Array,
-    ring: Array,
-    start: LengthsB,
-    total: LengthsB,
+    new: Arrival,
     carry: Tree,
+    *,
     prefill: bool,
     route: Route,
 ) -> Tree:
-    """Return the body with the blocks added that leave the window when `start` tokens become
-    `total`. `ring` already holds these tokens. Blocks whose codes are intact are not written."""
-    regions = plan.regions
+    """Return the body with the blocks added that leave the window. Blocks whose codes are intact
+    are not written."""
+    codec, regions, (rows, ring, start, total) = plan.codecs[side], plan.regions, new
     block, tokens = regions.block, rows.shape[2]
     blocks = regions.most_held(min(-(-tokens // block), regions.slots))
     if not blocks:

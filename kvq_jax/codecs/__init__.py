@@ -1,2 +1,1 @@
-"""Codecs, which turn the rows of one side of one layer into stored arrays, and read them for
-attention."""
+"""Turn the rows of one side of one layer into stored arrays, and read these for attention."""

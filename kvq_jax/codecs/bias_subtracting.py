@@ -29,7 +29,7 @@ from kvq_jax.codecs.codec import TokensAt
 from kvq_jax.codecs.dots import dot_rows
 from kvq_jax.codecs.facts import Facts
 from kvq_jax.codecs.kernels import Kernels, unserved
-from kvq_jax.codecs.learning import Learning
+from kvq_jax.codecs.learning import Learning, required
 from kvq_jax.codecs.prompt_statistics import Statistics
 from kvq_jax.codecs.wrapper import Wrapper
 from kvq_jax.types.array_types import CachedRows, LayerInputs, LayerWeights, RowsBKTH, Tree
@@ -147,11 +147,7 @@ def check_bias(weights: LayerWeights) -> None:
 
 def bias_of(params: Tree, head_dim: int) -> Float[Array, "K H"]:
     """Return the bias of each KV head, fp32. Raises ValueError if there are no parameters."""
-    if not params:
-        raise ValueError(
-            f"{OPTION} needs the key projection's bias: kvq.parameters.prepare or"
-            " kvq_models.prepare attaches it"
-        )
+    params = required(params, f"{OPTION} needs the biases of key projections")
     return params["bias"].astype(jnp.float32).reshape(-1, head_dim)
 
 

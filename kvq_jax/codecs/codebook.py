@@ -62,7 +62,7 @@ class CodebookCodec(OneSideCodec):
 
     @property
     def kernels(self) -> Kernels:
-        return kernels.of_codes(
+        return kernels.of_codebook(
             self.format, self._kernel_arrays, self._kernel_writer, pre_rope=self.pre_rope
         )
 

@@ -7,8 +7,8 @@ Readers are imported inside functions: what XLA alone runs needs none of Pallas.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
 
+from kvq_jax.arrays.channel_groups import ChannelGroup
 from kvq_jax.arrays.grouped_array import GroupFormat
 from pallas_kernels.readers.base import Reader
 from pallas_kernels.tiles.layout import SPAN, SUPPORTED_BITS, TABLE_BITS, PlaneLayout
@@ -23,17 +23,6 @@ RUN_HEAD_DIMS = (64, 128)  # at 256 a step spills, and compiles for minutes (doc
 RUN_CHANNELS = 8  # two runs share the 16 that tensor cores sum over
 # powers of two, like all sizes in a kernel, from a span to the longest step
 TOKEN_GROUPS = (32, 64, 128)
-
-
-@runtime_checkable
-class StoredGroup(Protocol):
-    """The part of a `ChannelGroup` that kernels depend on: the number of heads, and of channels of
-    each, that share a scale."""
-
-    @property
-    def heads(self) -> int: ...
-    @property
-    def channels(self) -> int: ...
 
 
 def grouped(format: GroupFormat, *, pre_rope: bool = False) -> Reader | str:
@@ -67,9 +56,9 @@ def grouped(format: GroupFormat, *, pre_rope: bool = False) -> Reader | str:
     return rotated(reader) if pre_rope else reader
 
 
-def nonuniform(
+def codebook(
     layout: PlaneLayout,
-    group: StoredGroup | None,
+    group: ChannelGroup | None,
     *,
     scale_dtype: str = "float16",
     pool: int = 0,

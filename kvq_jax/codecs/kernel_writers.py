@@ -1,9 +1,5 @@
-"""Writers, which quantize blocks in a kernel as codecs store them.
-
-`pallas_kernels.quantize.writer` defines them.
-
-Writers are imported inside functions, as readers are.
-"""
+"""Describe the formats of codecs to the kernels that quantize blocks
+(`pallas_kernels.quantize.writer`). Writers are imported inside functions, as readers are."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def of_groups(format: GroupFormat, *, pre_rope: bool) -> Kernels:
     )
 
 
-def of_codes(
+def of_codebook(
     format: CodebookFormat,
     arrays: Callable[[Tree, Tree], list[Array]],
     writer: Callable[[Tree, Tree, bool], KernelWriter | None],
@@ -110,8 +110,14 @@ def of_codes(
     }
     layout, group = format.layout, format.group
     return Kernels(
-        functools.partial(kernel_readers.nonuniform, layout, group, **options),
-        functools.partial(native_bodies.nonuniform, layout, group, **options),
+        functools.partial(kernel_readers.codebook, layout, group, **options),
+        functools.partial(
+            native_bodies.codebook,
+            layout,
+            group,
+            residual_dtype=format.residual_dtype,
+            **options,
+        ),
         arrays,
         writer,
     )

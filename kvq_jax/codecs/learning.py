@@ -146,6 +146,14 @@ class Learning:
         return {FOR_KERNELS + name: calibrated[name].astype(dtype) for name, dtype in self.narrowed}
 
 
+def required(params: Tree, need: str) -> Tree:
+    """Return a codec's parameters. Raise ValueError, with the need and the remedy, if there are
+    none."""
+    if not params:
+        raise ValueError(f"{need}: kvq.parameters.prepare or kvq_models.prepare attaches them")
+    return params
+
+
 def for_kernels(params: Tree) -> Tree:
     """Return the parameters, each in the dtype that GPU kernels read if it was derived."""
     if not isinstance(params, dict):

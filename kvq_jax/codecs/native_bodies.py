@@ -34,22 +34,21 @@ def grouped(format: GroupFormat, *, pre_rope: bool = False) -> Body | str:
     )
 
 
-def nonuniform(
+def codebook(
     layout: PlaneLayout,
     group: ChannelGroup | None,
     *,
     scale_dtype: str = "float16",
     pool: int = 0,
     pre_rope: bool = False,
+    residual_dtype: str = "float16",
 ) -> Body | str:
     """Describe codes that index one table, or say in one line why kernels cannot read them.
-    Arguments: `kernel_readers.nonuniform`."""
+    Arguments: `kernel_readers.codebook`, and the dtype of outliers."""
     if reason := _unsupported(layout, pre_rope=pre_rope):
         return reason
     if layout.bits > 4:
         return f"{layout.bits}-bit codes; CPU kernels look up tables for up to 4 bits"
-    # as CodebookFormat stores them
-    residual_dtype = "float32" if scale_dtype == "float32" else "float16"
     options = {"table": True, "pool": pool, "residual_dtype": residual_dtype, "rotated": pre_rope}
     if group is None:
         return _body(layout, "channels", 1, scale_dtype="float32", **options)
@@ -116,8 +115,23 @@ def rows(channels: int, dtype: str) -> Body | str:
     """Describe rows in full precision, or say in one line why kernels cannot read them."""
     if channels > MOST_CHANNELS:
         return f"head_dim {channels}; CPU kernels serve up to {MOST_CHANNELS}"
-    chunks = -(-channels // LANES)
-    return Body(0, 0, channels, chunks, LANES, 1, 1, "channels", 1, scale_dtype=dtype, form="rows")
+    return _without_codes(channels, 1, form="rows", scale_dtype=dtype)
+
+
+def _without_codes(channels: int, span: int, **options: Any) -> Body:
+    """Describe a body that has no plane sets of codes of one width."""
+    return Body(
+        bits=0,
+        low_bits=0,
+        channels=channels,
+        chunks=-(-channels // LANES),
+        width=LANES,
+        slots=1,
+        span=span,
+        affine="channels",
+        group=1,
+        **options,
+    )
 
 
 def runs(
@@ -142,17 +156,9 @@ def runs(
     stored = [0] * RUN_WIDTHS
     for layout in layouts:
         stored[layout.bits - 1] = layout.channels
-    chunks, span = -(-channels // LANES), layouts[0].span
-    return Body(
-        0,
-        0,
+    return _without_codes(
         channels,
-        chunks,
-        LANES,
-        1,
-        span,
-        "channels",
-        1,
+        layouts[0].span,
         form="runs",
         rotated=pre_rope,
         synthesis=synthesis,

@@ -21,7 +21,7 @@ from kvq_jax.codecs.codec import TokensAt
 from kvq_jax.codecs.facts import Facts
 from kvq_jax.codecs.fitting import Rows
 from kvq_jax.codecs.kernels import Kernels, table_of
-from kvq_jax.codecs.learning import Learning
+from kvq_jax.codecs.learning import Learning, required
 from kvq_jax.codecs.one_side import OneSideCodec
 from kvq_jax.types.array_types import ArraySpec, CachedRows, Tree
 
@@ -94,10 +94,5 @@ class RunsCodec(OneSideCodec):
 
 
 def calibrated(params: Tree) -> Tree:
-    """Return the parameters as they are. Raises ValueError if there are none."""
-    if not params:
-        raise ValueError(
-            "waterfill needs calibrated channels: kvq.parameters.prepare or kvq_models.prepare"
-            " attaches them"
-        )
-    return params
+    """Return the parameters. Raise ValueError if there are none."""
+    return required(params, "runs of channels need a calibration")

@@ -29,8 +29,8 @@ def by_side(params: Tree) -> tuple[Tree, Tree]:
 @pytree
 @dataclasses.dataclass(frozen=True)
 class LayerState:
-    """The state of one layer. Each field but the last is a pair (keys, values), or holds one entry
-    for both (`LayerPlan.joint`). Every array has a leading batch axis.
+    """The state of one layer. `sink`, `ring`, `body` and `stats` are pairs (keys, values), or hold
+    one entry for both (`LayerPlan.joint`). Every array has a leading batch axis.
 
     Attributes:
         sink: [B, K, sink, C], the first tokens' rows in full precision.

@@ -41,7 +41,7 @@ class Regions:
     """Static sizes in tokens. `capacity` counts all three regions together.
 
     window: the number of tokens that a query sees, itself included, or None for all.
-    slack: tokens beyond the window for which a body that wraps around has room.
+    slack: tokens beyond the window for which a body that wraps around has room. Tests lower it.
     shards: the number of shards along the mesh axis `axis` to which the body's blocks are dealt
     out. A shard's program calls the methods about what it holds inside `jax.shard_map`.
     """

@@ -86,6 +86,15 @@ class MethodTable(MutableMapping[str, Method]):
     def __delitem__(self, name: str) -> None:
         del self._methods[name]
 
+    def classes(self) -> dict[str, tuple[str, bool]]:
+        """Return the name of each method's class, and whether the method is ours, none of which is
+        imported for it."""
+        made = {
+            name: self._built_in[name][1] if method is None else type(method).__name__
+            for name, method in self._methods.items()
+        }
+        return {name: (class_name, name in self._built_in) for name, class_name in made.items()}
+
 
 METHODS = MethodTable(_BUILT_IN)
 

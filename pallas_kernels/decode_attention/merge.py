@@ -51,7 +51,7 @@ def merged(parts: Sequence[Parts], group: int, *, launch: Launch = LAUNCH) -> Pa
     return PartialAttention(m[:, :, :group, None], l[:, :, :group, None], o[:, :, :group])
 
 
-def finished(
+def merged_output(
     parts: Sequence[Parts],
     group: int,
     positions: Int[Array, " B"],

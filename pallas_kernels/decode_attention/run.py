@@ -73,11 +73,9 @@ def attend_run(
         return step(Tile(size, (first + i) * size, first + i), carry)
 
     def masked_tile(i: Array, carry: Any) -> Any:
-        start = (
-            (first + i) * size
-            # The last tile is moved back to stay inside the arrays, and masks the tokens that an
-            # earlier tile has read.
-        )
+        start = (first + i) * size
+        # The last tile is moved back to stay inside the arrays, and masks the tokens that an
+        # earlier tile has read.
         inside = jnp.minimum(start, capacity - size)
         return step(Tile(size, inside, None, start, end, lower=run.lower), carry)
 

@@ -185,11 +185,11 @@ def call(
     interpret: Any = None,
 ) -> Sequence[Array]:
     """Return m, l and o of all parts if there are no positions, else [o / l], by the description of
-    `merge.merged` and `merge.finished`.
+    `merge.merged` and `merge.merged_output`.
 
     Args:
         shapes: of the outputs, [B, K, R] and [B, K, R, H].
-        positions, capacity: as `merge.finished` takes them.
+        positions, capacity: as `merge.merged_output` takes them.
     """
     batch, kv_heads, heads, channels = shapes[-1].shape
     block, dtype = Merged(heads), shapes[-1].dtype

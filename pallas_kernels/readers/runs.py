@@ -277,9 +277,8 @@ class RunsKeys(RunsReader):
 
     def scores(self, query: Sequence[Any], refs: Sequence[Any], tile: Tile, asm: bool) -> SlotRows:
         columns = query[0].shape[1]
-        start = (
-            tile.start + TILE - 1
-        ) // TILE * self.parts + tile.part  # The last tile ends at the end of the arrays.
+        # the last tile ends at the end of the arrays
+        start = (tile.start + TILE - 1) // TILE * self.parts + tile.part
         sums = [jnp.zeros((ROWS, columns), jnp.float32)] * (2 * TOGETHER)
         for chunk in range(self.chunks[0]):
             add = functools.partial(self._add_chunk, query, refs, start, tile, chunk, asm)

@@ -24,8 +24,8 @@ fp16 number is worth 1. So a code at bit p *is* the number 2^(10 - p) + code:
 One shift (often none) and one `lop3` convert a pair of codes. The bias is subtracted exactly later,
 from a partial dot product or by an fp16 addition. p + bits <= 10, so codes of up to 8 bits fit.
 
-This module imports nothing, so that the kernels can share it with `kvq_jax.arrays.packing`, which
-packs the codes.
+This module imports neither JAX nor NumPy, so that the kernels can share it with
+`kvq_jax.arrays.packing`, which packs the codes.
 """
 
 from __future__ import annotations

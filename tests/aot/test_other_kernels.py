@@ -18,7 +18,7 @@ from kvq_jax.arrays import uniform
 from kvq_jax.arrays.grouped_array import GroupFormat
 from kvq_jax.codecs.kernel_readers import grouped
 from pallas_kernels.decode_attention import outlier_values
-from pallas_kernels.decode_attention.merge import finished
+from pallas_kernels.decode_attention.merge import merged_output
 from pallas_kernels.decode_attention.partial_attention import Splits
 from pallas_kernels.decode_attention.schedule import Pieces, Schedule
 from pallas_kernels.decode_attention.windows import WindowQueries
@@ -118,7 +118,7 @@ def test_pieces_are_merged_within_registers(batch, arithmetic, target):
         windows: Splits, body: list[jax.Array], limits: jax.Array, positions: jax.Array
     ) -> jax.Array:
         parts = [windows, Pieces(*body, limits, schedule)]
-        return finished(
+        return merged_output(
             parts, 4, positions, capacity=4096, dtype=jnp.bfloat16, launch=Launch(arithmetic)
         )
 

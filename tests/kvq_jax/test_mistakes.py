@@ -138,7 +138,7 @@ MISTAKES = [
         "parameters must be a sequence with an entry for each layer, got int",
     ),
     (
-        lambda: kvq.rows.trim(cache(), [0], parameters=3),
+        lambda: kvq.rows.trim(cache(), [0, 0], parameters=3),
         "parameters must be a sequence with an entry for each layer, got int",
     ),
     (

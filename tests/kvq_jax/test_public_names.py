@@ -115,6 +115,26 @@ def test_a_method_that_its_package_lacks_is_named(monkeypatch: pytest.MonkeyPatc
         inspect.unwrap(registry.register_installed)()
 
 
+def test_a_broken_package_leaves_other_names_as_they_are(monkeypatch: pytest.MonkeyPatch):
+    point = importlib.metadata.EntryPoint("toy", "kvq_jax:Gone", registry.ENTRY_POINTS)
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: [point])
+    registry.register_installed.cache_clear()
+    assert kvq.Kivi() == kvq.parse("kivi")
+    with pytest.raises(AttributeError, match="no attribute 'Toy': the method 'toy' of 'kvq_jax:G"):
+        _ = kvq.Toy
+    assert not hasattr(kvq, "Toy")
+
+
+def test_a_class_of_the_name_of_ours_has_another_name(monkeypatch: pytest.MonkeyPatch):
+    class InnerQ(type(METHODS["kivi"])):
+        name = "toy"
+
+    monkeypatch.setitem(METHODS, "toy", InnerQ())
+    names = spec_classes.names()
+    assert names["InnerQ"] == "innerq"
+    assert names["Toy"] == "toy"
+
+
 def test_a_name_is_registered_once():
     kvq.methods.register(METHODS["kivi"])  # the same again changes nothing
     with pytest.raises(ValueError, match="the name 'kivi' is taken by Kivi"):

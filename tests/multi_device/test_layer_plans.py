@@ -10,6 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import kvq_jax as kvq
+from kvq_jax.cache import layer_step
 
 SPEC = "kivi:bits=4,sink=0,recent=16,block=16,group_size=16"
 DIMS, REAL = kvq.CacheDims(1, 4, 2, 32, 128), [60, 41]
@@ -53,6 +54,23 @@ def of_one_device() -> np.ndarray:
 def check(out: Any, expected: np.ndarray) -> None:
     assert np.abs(np.asarray(out) - expected).max() < 1e-5
     assert np.abs(np.asarray(out)[::-1] - expected).max() > 0.1, "the other row's would pass"
+
+
+def test_a_prompt_is_appended_without_attention_on_shards(monkeypatch: pytest.MonkeyPatch):
+    """Its program has none of the softmax's exponentials, which attention has."""
+    on_shards, called = layer_step._on_shards, []
+    monkeypatch.setattr(
+        layer_step, "_on_shards", lambda *args: (called.append(args), on_shards(*args))[1]
+    )
+    plan = plan_of(placement=kvq.Placement(mesh_of(AxisType.Auto, "data", "kv"), heads="kv"))
+    cache, (q, k, v) = plan.init(2), arrays(slice(0, 60))
+    plan.append(cache, k, v)
+    plan.attend(cache, q, k, v, prefill=True)
+    appended, attended = (
+        on_shards.lower(*args).compile().as_text().count("exponential(") for args in called
+    )
+    assert appended == 0
+    assert attended, "attention would pass"
 
 
 @pytest.mark.parametrize("kind", ["Explicit", "Auto"])

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvq_jax.arrays.channel_groups import ChannelGroup
-from kvq_jax.codecs.kernel_readers import nonuniform
+from kvq_jax.codecs.kernel_readers import codebook
 from pallas_kernels.readers.base import Reader
 from pallas_kernels.readers.codebook import CodebookReader
 from pallas_kernels.readers.rotary import RotatedReader
@@ -103,7 +103,7 @@ def codebook_reader(format: CodebookSideFormat, head_dim: int, heads: int) -> Re
     elif isinstance(format.scales, int):
         group = ChannelGroup(1, format.scales)
     pool = format.pool if format.slots else 0
-    reader = nonuniform(layout_of(format, head_dim), group, pool=pool, pre_rope=format.pre_rope)
+    reader = codebook(layout_of(format, head_dim), group, pool=pool, pre_rope=format.pre_rope)
     if isinstance(reader, RotatedReader):
         return dataclasses.replace(reader, sink=SINK)
     assert isinstance(reader, CodebookReader), reader

@@ -21,7 +21,7 @@ from kvq_jax.codecs.dots import dot_rows, weigh_rows
 from kvq_jax.codecs.facts import Facts, PaperCount
 from kvq_jax.codecs.fitting import Rows, check_rows
 from kvq_jax.codecs.kernels import Kernels, table_of, unserved
-from kvq_jax.codecs.learning import Learning, QueryMoments
+from kvq_jax.codecs.learning import Learning, QueryMoments, required
 from kvq_jax.codecs.one_side import OneSideCodec
 from kvq_jax.codecs.rotating import LARGEST_ENTRY
 from kvq_jax.methods.turboquant.levels import sphere_levels
@@ -174,9 +174,4 @@ def _gathered(x: Float[Array, "B K T H"], index: Int[Array, "K H"]) -> Float[Arr
 
 
 def _place(params: Tree) -> Int[Array, "K H"]:
-    if not params:
-        raise ValueError(
-            "block_gtq needs calibrated energies: kvq.parameters.prepare or kvq_models.prepare"
-            " attaches them"
-        )
-    return params["place"]
+    return required(params, "block_gtq needs calibrated energies")["place"]

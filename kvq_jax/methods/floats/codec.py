@@ -57,16 +57,16 @@ class FloatCodec(OneSideCodec):
 
     def quantize(self, params: Tree, stats: Tree, rows: CachedRows, at: TokensAt) -> FloatArray:
         return float_array.quantize(
-            self._scaled(params, rows.astype(jnp.float32), stats, divide=True), self.format
+            self._scaled(params, stats, rows.astype(jnp.float32), divide=True), self.format
         )
 
     def dequantize(self, params: Tree, stats: Tree, body: FloatArray) -> CachedRows:
-        return self._scaled(params, float_array.dequantize(body), stats)
+        return self._scaled(params, stats, float_array.dequantize(body))
 
     def query(
         self, params: Tree, stats: Tree, q: Float[Array, "B K R H"]
     ) -> Float[Array, "B K R H"]:
-        return self._scaled(params, q.astype(jnp.float32), stats)
+        return self._scaled(params, stats, q.astype(jnp.float32))
 
     def scores(
         self,
@@ -88,7 +88,7 @@ class FloatCodec(OneSideCodec):
         positions: Int[Array, "#B C"],
         rope: Rope | None,
     ) -> Float[Array, "B K R H"]:
-        return self._scaled(params, weigh_rows(weights, float_array.dequantize(body)), stats)
+        return self._scaled(params, stats, weigh_rows(weights, float_array.dequantize(body)))
 
     @property
     def statistics(self) -> Statistics:
@@ -136,7 +136,7 @@ class FloatCodec(OneSideCodec):
         return [*body.words, decode(codes, self.format.element), body.scale]
 
     def _summed(self, stats: Tree, weighted: Float[Array, "B K R H"]) -> Float[Array, "B K R H"]:
-        return self._scaled((), weighted, stats)
+        return self._scaled((), stats, weighted)
 
     def _statistics(self, params: Tree, inputs: LayerInputs) -> Tree:
         """Return s = HEADROOM max|x| / largest, over the valid, finite entries of the first
@@ -155,7 +155,7 @@ class FloatCodec(OneSideCodec):
             "float32",
         )
 
-    def _scaled(self, params: Tree, rows: Array, stats: Tree, *, divide: bool = False) -> Array:
+    def _scaled(self, params: Tree, stats: Tree, rows: Array, *, divide: bool = False) -> Array:
         if self.sequence == "none":
             return rows
         if self.sequence == "checkpoint":

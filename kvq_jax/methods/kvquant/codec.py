@@ -24,7 +24,7 @@ from kvq_jax.codecs.codec import Side, TokensAt
 from kvq_jax.codecs.facts import Facts, OutlierCounts, Outliers, PaperCount, TokenGroup
 from kvq_jax.codecs.kernel_writers import KernelWriter
 from kvq_jax.codecs.kernels import Kernels, unserved
-from kvq_jax.codecs.learning import Learning
+from kvq_jax.codecs.learning import Learning, required
 from kvq_jax.codecs.one_side import OneSideCodec
 from kvq_jax.codecs.prompt_statistics import Statistics
 from kvq_jax.methods.kvquant import fit
@@ -122,7 +122,7 @@ class KVQuantCodec(OneSideCodec):
             return unserved(
                 "each sequence has its own ranges of channels; kernels read those of a calibration"
             )
-        return kernels.of_codes(
+        return kernels.of_codebook(
             self.format, self._kernel_arrays, self._kernel_writer, pre_rope=self.pre_rope
         )
 
@@ -311,12 +311,7 @@ class KVQuantCodec(OneSideCodec):
         ]
 
     def _parameter(self, params: Tree, name: str) -> Array:
-        if not params:
-            raise ValueError(
-                f"kvquant needs calibrated {name} of {self.side}: kvq.parameters.prepare or"
-                " kvq_models.prepare attaches them"
-            )
-        return params[name]
+        return required(params, f"kvquant needs calibrated {name} of {self.side}")[name]
 
 
 def _counts(body: CodebookArray) -> OutlierCounts:

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from kvq_jax.arrays.grouped_array import GroupedArray
 from kvq_jax.codecs.codec import TokensAt
-from kvq_jax.codecs.learning import LayerTrace, Learning
+from kvq_jax.codecs.learning import LayerTrace, Learning, required
 from kvq_jax.methods.optr import fit
 from kvq_jax.methods.optr.fit import Rounding
 from kvq_jax.methods.oscar_spectral.codec import SpectralCodec
@@ -81,6 +81,5 @@ class OutputAwareCodec(SpectralCodec):
 
 
 def _mean(params: Tree) -> Float[Array, "1 K 1 H"]:
-    if not params:
-        raise ValueError("optr needs calibrated rotations: kvq_models.prepare attaches them")
+    params = required(params, "optr needs calibrated means and rotations")
     return params["mean"][None, :, None]

@@ -19,7 +19,7 @@ from kvq_jax.codecs.facts import Facts
 from kvq_jax.codecs.fitting import Rows, check_rows
 from kvq_jax.codecs.grouped import GroupedCodec
 from kvq_jax.codecs.kernels import Kernels, unserved
-from kvq_jax.codecs.learning import Learning
+from kvq_jax.codecs.learning import Learning, required
 from kvq_jax.codecs.rotating import LARGEST_ENTRY
 from kvq_jax.types.array_types import ArraySpec, Axis, CachedRows, Tree
 from kvq_jax.types.rope import Rope
@@ -116,13 +116,8 @@ def turn_of_moment(moment: Float[np.ndarray, "K H H"]) -> Float[np.ndarray, "K H
 
 
 def turn_of(params: Tree) -> Float[Array, "K H H"]:
-    """Return the calibrated rotation. Raises ValueError if there is none."""
-    if not params:
-        raise ValueError(
-            "this method needs a calibrated rotation: kvq.parameters.prepare or kvq_models.prepare"
-            " attaches it"
-        )
-    return params["turn"]
+    """Return the calibrated rotation. Raise ValueError if there is none."""
+    return required(params, "this method needs calibrated rotations")["turn"]
 
 
 def _back(params: Tree) -> Float[Array, "K H H"]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -17,7 +16,7 @@ from kvq_jax.codecs.codec import Codec, Side, TokensAt
 from kvq_jax.codecs.facts import Facts
 from kvq_jax.codecs.fitting import Rows
 from kvq_jax.codecs.kernels import Kernels, unserved
-from kvq_jax.codecs.learning import Learning
+from kvq_jax.codecs.learning import Learning, required
 from kvq_jax.codecs.one_side import OneSideCodec
 from kvq_jax.codecs.rotating import LARGEST_ENTRY
 from kvq_jax.methods.pq import fit
@@ -74,7 +73,8 @@ class ProductCodec(OneSideCodec):
             return jnp.argmin(size - product, axis=-1).astype(jnp.uint16)
 
         # one group after the other: the distances of all of them would be 2^bits / d times the rows
-        first = (jnp.moveaxis(a, i, 0) for a, i in ((groups, 3), *_by_group(params)))
+        by_group = (groups, 3), (params["codewords"], 1), (params["metric"], 1)
+        first = (jnp.moveaxis(a, i, 0) for a, i in by_group)
         return pack(jnp.moveaxis(lax.map(nearest, tuple(first)), 0, -1), self.layout)
 
     def dequantize(self, params: Tree, stats: Tree, body: Tree) -> CachedRows:
@@ -152,14 +152,5 @@ def joined(groups: Float[Array, "B K T groups d"]) -> Float[Array, "B K T H"]:
 
 
 def calibrated(params: Tree) -> Tree:
-    """Return the parameters as they are. Raises ValueError if there are none."""
-    if not params:
-        raise ValueError(
-            "pq needs calibrated codebooks: kvq.parameters.prepare or kvq_models.prepare attaches"
-            " them"
-        )
-    return params
-
-
-def _by_group(params: Tree) -> tuple[tuple[jax.Array, int], ...]:
-    return (params["codewords"], 1), (params["metric"], 1)
+    """Return the parameters. Raise ValueError if there are none."""
+    return required(params, "pq needs calibrated codebooks")

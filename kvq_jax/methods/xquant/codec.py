@@ -35,8 +35,8 @@ from kvq_jax.methods.xquant.projections import (
     own_parameters,
     project,
     projection,
+    right_factors,
     rotated_keys,
-    turn,
     weighted_values,
 )
 from kvq_jax.types.array_types import Axis, CachedRows, LayerInputs, LayerWeights, RowsBKTH, Tree
@@ -166,7 +166,7 @@ class XCodec(_XRows):
         if not self.latent:
             return {"k": projection(weights, "k"), "v": projection(weights, "v")}
         arrays = projection(weights, self.side)
-        kernel, singular = turn(arrays["kernel"])
+        kernel, singular = right_factors(arrays["kernel"])
         factors = {"input_kernel": arrays["kernel"], "kernel": kernel, "singular": singular}
         return {self.side: arrays | factors}
 

@@ -20,6 +20,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvq_jax.codecs.codec import Side
+from kvq_jax.codecs.learning import required
 from kvq_jax.types.array_types import ArrayOrSpec, ArraySpec, Axis, LayerWeights, RowsBKTH, Tree
 from kvq_jax.types.rope import Rope, rotate
 
@@ -27,13 +28,8 @@ Projection = Mapping[str, Array]
 
 
 def own_parameters(params: Tree) -> dict[str, Tree]:
-    """Return `params`. If there are none, raise a ValueError that says how to make them."""
-    if not params:
-        raise ValueError(
-            "xquant rebuilds keys and values from the layer's weights: kvq.parameters.prepare or"
-            " kvq_models.prepare attaches them"
-        )
-    return params
+    """Return the parameters. Raise ValueError if there are none."""
+    return required(params, "xquant rebuilds keys and values from the layer's weights")
 
 
 def projection(weights: LayerWeights, side: Side) -> dict[str, ArrayOrSpec]:
@@ -78,7 +74,7 @@ def factored(
     return jnp.asarray(u, dtype), tuple(jnp.asarray(part, dtype) for part in fused)
 
 
-def turn(kernel: Float[ArrayOrSpec, "D E"]) -> tuple[ArrayOrSpec, ArrayOrSpec]:
+def right_factors(kernel: Float[ArrayOrSpec, "D E"]) -> tuple[ArrayOrSpec, ArrayOrSpec]:
     """Return (B^T [R, E], S [R]) of the thin SVD W = U S B^T, R = min(D, E).
 
     B^T has the kernel's dtype and S is fp32, with the signs of `factored`. A struct or a
@@ -88,7 +84,7 @@ def turn(kernel: Float[ArrayOrSpec, "D E"]) -> tuple[ArrayOrSpec, ArrayOrSpec]:
         rank = Axis("none", min(kernel.shape))
         return ArraySpec((rank, kernel.axes[1]), kernel.dtype), ArraySpec((rank,), "float32")
     if isinstance(kernel, jax.ShapeDtypeStruct):
-        return jax.tree.map(lambda spec: spec.struct, turn(_described(kernel)))
+        return jax.tree.map(lambda spec: spec.struct, right_factors(_described(kernel)))
     _, s, bt = _thin_svd(np.asarray(kernel, np.float32))
     return jnp.asarray(bt, kernel.dtype), jnp.asarray(s)
 

@@ -151,7 +151,7 @@ def test_older_tokens_merge_exactly(monkeypatch, case: MethodCase, attention):
     stop = np.array([48, 53, 68, 88, 81, 30, 1, 90], np.int32)
     run = functools.partial(two_prompts, layer, tokens, start, stop, TOKENS)
     Definition(monkeypatch)
-    monkeypatch.setattr(cudnn, "BODY_CHUNK_ELEMENTS", 32 * 8 * 2 * 32)  # of 32 tokens
+    monkeypatch.setattr(cudnn, "DEQUANTIZED_ELEMENTS", 32 * 8 * 2 * 32)  # of 32 tokens
     wanted, outs = run(XLA), run(CUDNN_PROMPTS)
     for name, want, out in zip(("first", "second"), wanted, outs, strict=True):
         assert row_errors(out, want).max() < ROUNDING, f"the {name} prompt"

@@ -155,7 +155,7 @@ def test_what_is_missing_is_named():
     inputs = sequences().window(np.zeros(8, np.int32), np.full(8, 8, np.int32), 8)
     with pytest.raises(
         ValueError,
-        match=r"\Asubtract_bias=true needs the key projection's bias: kvq.parameters[^\n]+\Z",
+        match=r"\Asubtract_bias=true needs the biases of key projections: kvq.parameters[^\n]+\Z",
     ):
         codec.rows((), inputs)
     weights = layer_weights(HEADS, WIDTH, key_bias(HEADS * WIDTH))

@@ -11,7 +11,13 @@ import pytest
 
 import kvq_jax as kvq
 from kvq_jax.cache.cache import CacheDims
-from kvq_jax.methods.xquant.projections import factored, latents, project, turn, weighted_values
+from kvq_jax.methods.xquant.projections import (
+    factored,
+    latents,
+    project,
+    right_factors,
+    weighted_values,
+)
 from kvq_jax.types.array_types import LayerWeights
 
 LAYERS, TOKENS = 4, 32
@@ -161,7 +167,7 @@ def test_latents_are_those_of_the_basis_that_is_not_kept(depth: int):
     rng = np.random.default_rng(2)
     kernel = jnp.asarray(rng.normal(size=(depth, 16)), jnp.float32)
     x = jnp.asarray(rng.normal(size=(2, 5, depth)), jnp.float32)
-    turned, singular = turn(kernel)
+    turned, singular = right_factors(kernel)
     own = {"input_kernel": kernel, "kernel": turned, "singular": singular}
     basis, (fused,) = factored(kernel)
     np.testing.assert_allclose(singular[:, None] * turned, fused, atol=1e-5)
@@ -174,7 +180,7 @@ def test_latents_are_those_of_the_basis_that_is_not_kept(depth: int):
         jnp.einsum("bkrt,bkth->bkrh", weights, keys),
         atol=1e-4,
     )
-    structs = turn(jax.ShapeDtypeStruct(kernel.shape, kernel.dtype))
+    structs = right_factors(jax.ShapeDtypeStruct(kernel.shape, kernel.dtype))
     assert [(a.shape, a.dtype) for a in structs] == [(a.shape, a.dtype) for a in (turned, singular)]
 
 
@@ -187,7 +193,7 @@ def test_in_bfloat16_a_projection_with_small_singular_values_loses_nothing_by_it
     x = jnp.asarray(rng.normal(size=(1, 256, 256)), jnp.bfloat16)
     exact = np.asarray(x[0], np.float32) @ np.asarray(kernel, np.float32)
     basis, (fused,) = factored(kernel)
-    turned, singular = turn(kernel)
+    turned, singular = right_factors(kernel)
     own = {"input_kernel": kernel, "kernel": turned, "singular": singular}
 
     def error(rows: Any, parameters: dict[str, Any]) -> float:
@@ -204,7 +210,7 @@ def test_a_projection_of_lower_rank_has_finite_latents():
     rng = np.random.default_rng(3)
     kernel = jnp.asarray(rng.normal(size=(32, 8)), jnp.float32).at[:, 4:].set(0)
     x = jnp.asarray(rng.normal(size=(1, 5, 32)), jnp.float32)
-    turned, singular = turn(kernel)
+    turned, singular = right_factors(kernel)
     own = {"input_kernel": kernel, "kernel": turned, "singular": singular}
     rows = latents(own, x)
     assert np.isfinite(rows).all()

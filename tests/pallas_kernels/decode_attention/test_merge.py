@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.decode_attention.merge import finished, merged
+from pallas_kernels.decode_attention.merge import merged, merged_output
 from pallas_kernels.decode_attention.partial_attention import Splits
 from pallas_kernels.decode_attention.schedule import Pieces, Schedule
 from pallas_kernels.launch import Launch
@@ -27,7 +27,7 @@ PIECES = tuple((rows, n) for rows in ((64, 0, 33), (1, 640, 64)) for n in (1, 90
 
 @functools.partial(jax.jit, static_argnames=("group", "dtype", "launch"))
 def merge(parts, positions, group, dtype, launch):
-    out = finished(parts, group, positions, capacity=CAPACITY, dtype=dtype, launch=launch)
+    out = merged_output(parts, group, positions, capacity=CAPACITY, dtype=dtype, launch=launch)
     return merged(parts, group, launch=launch), out
 
 

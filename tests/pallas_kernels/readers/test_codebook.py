@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvq_jax.arrays.channel_groups import ChannelGroup
-from kvq_jax.codecs.kernel_readers import nonuniform
+from kvq_jax.codecs import kernel_readers
 from pallas_kernels.decode_attention import kernel
 from pallas_kernels.readers.rotary import RotatedReader
 from pallas_kernels.readers.sparse_outliers import outlier_scores
@@ -107,10 +107,10 @@ def test_outliers_of_padding_are_not_read():
 
 def test_what_the_kernels_cannot_read_has_a_reason():
     layout = plane_layout(4, 128, 32)
-    assert "5-bit codes" in str(nonuniform(plane_layout(5, 128, 32), None))
-    assert "groups of 16 channels" in str(nonuniform(layout, ChannelGroup(1, 16)))
-    assert "head_dim 80" in str(nonuniform(plane_layout(4, 80, 32), None))
-    assert "not a multiple of 32" in str(nonuniform(plane_layout(4, 128, 16), None))
+    assert "5-bit codes" in str(kernel_readers.codebook(plane_layout(5, 128, 32), None))
+    assert "groups of 16 channels" in str(kernel_readers.codebook(layout, ChannelGroup(1, 16)))
+    assert "head_dim 80" in str(kernel_readers.codebook(plane_layout(4, 80, 32), None))
+    assert "not a multiple of 32" in str(kernel_readers.codebook(plane_layout(4, 128, 16), None))
     assert "outliers of 16 tokens share slots; kernels read those of 32, 64, 128" in str(
-        nonuniform(layout, None, pool=16)
+        kernel_readers.codebook(layout, None, pool=16)
     )
