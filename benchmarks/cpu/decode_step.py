@@ -121,7 +121,7 @@ def decoded(llama: Llama, cache: kvq.cache.Cache) -> kvq.cache.Cache:
     ):
         rows = reference.decode_vectors(plan, layer_parameters, state, cache.lengths, rope, carry)
         carry = cross_layer.advance(
-            plan, layer_parameters, state, plan.regions.body(cache.lengths), carry
+            plan, layer_parameters, state, plan.regions.aged_tokens(cache.lengths), carry
         )
         layers.append(dataclasses.replace(empty, body=rows))
     return dataclasses.replace(dense, layers=tuple(layers), lengths=cache.lengths)

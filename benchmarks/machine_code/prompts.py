@@ -104,7 +104,7 @@ def _trips(plan: LayerPlan, q: jax.ShapeDtypeStruct, older: int, by: str) -> Ite
     """Yield how often the program's loops run, on average: over chunks of queries and, for each,
     over chunks of full-precision rows and of the body."""
     regions, chunks = plan.regions, -(-q.shape[2] // streaming.QUERY_CHUNK)
-    body, size = int(regions.body(older)), regions.held_capacity
+    body, size = int(regions.aged_tokens(older)), regions.held_capacity
     if by == "cudnn":
         if older:
             yield math.ceil(body / cudnn.dequantized_tokens(plan, 1, size))

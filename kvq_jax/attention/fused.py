@@ -289,7 +289,7 @@ def append_token(
         The attention over the windows, for `attend`, if `limits` is given.
     """
     regions, block = plan.regions, plan.regions.block
-    first = regions.body(start)
+    first = regions.aged_tokens(start)
     leaving = unwritten(regions, state.intact, total) > unwritten(regions, state.intact, start)
     if regions.axis is not None:
         leaving &= regions.holds(first)

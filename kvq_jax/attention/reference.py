@@ -28,7 +28,7 @@ def decode_rows(
     position = jnp.broadcast_to(
         jnp.arange(regions.capacity, dtype=jnp.int32), (lengths.shape[0], regions.capacity)
     )
-    body = regions.body(lengths)[:, None]
+    body = regions.aged_tokens(lengths)[:, None]
     aged = regions.sink + body
     token = position - regions.sink
     index = jnp.where(

@@ -186,7 +186,7 @@ def outlier_totals(cache: Cache) -> tuple[dict[str, OutlierTotals], ...]:
                 runs = counts.kept.shape[1]
                 # the first token of each run
                 first = jnp.arange(runs, dtype=jnp.int32) * regions.held_capacity // max(1, runs)
-                in_body = regions.body(cache.lengths)
+                in_body = regions.aged_tokens(cache.lengths)
                 live = first[None] < jnp.minimum(in_body, regions.read_capacity)[:, None]
                 by_side[side] = OutlierTotals(
                     *(int(jnp.sum(jnp.where(live, count, 0))) for count in counts)
@@ -223,7 +223,9 @@ def quantized_tokens(cache: Cache, tokens: int) -> int:
     if count is None:
         raise ValueError(f"{tokens=} must be an integer of at least 0")
     stored = min(count, cache.capacity)
-    return max((plan.regions.body(stored) for plan in cache.plans if plan.quantizes), default=0)
+    return max(
+        (plan.regions.aged_tokens(stored) for plan in cache.plans if plan.quantizes), default=0
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -80,7 +80,7 @@ def _of_body(plan: LayerPlan, body: Tree, lengths: np.ndarray) -> Iterator[tuple
     if not plan.regions.body_capacity:
         return
     regions = plan.regions
-    aged = np.array([min(regions.body(int(n)), regions.read_capacity) for n in lengths])
+    aged = np.array([min(regions.aged_tokens(int(n)), regions.read_capacity) for n in lengths])
     for array in jax.tree.leaves(body, is_leaf=lambda node: hasattr(node, "out_of_range")):
         counted = array.out_of_range() if hasattr(array, "out_of_range") else None
         for end, runs in () if counted is None else zip(("large", "small"), counted, strict=True):

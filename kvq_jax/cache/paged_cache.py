@@ -83,7 +83,7 @@ class PagedPlan:
 
     def blocks(self, tokens: int) -> int:
         """Return the number of pages that a sequence of `tokens` has written."""
-        return self.plan.layer.regions.body(tokens) // self.page_tokens
+        return self.plan.layer.regions.aged_tokens(tokens) // self.page_tokens
 
     def init(self, pages: int, slots: int) -> PagedCache:
         """Return a cache of empty slots."""

@@ -294,7 +294,7 @@ def _trim_layer(
         state = dataclasses.replace(state, floor=jnp.where(emptied, 0, floor))
     # The window of recent .. recent + block - 1 tokens touches the blocks that can come back.
     touched = -(-(regions.recent + regions.block - 1) // regions.block)
-    blocks = regions.most_held(min(touched, regions.slots))
+    blocks = regions.most_held(min(touched, regions.block_slots))
     if not blocks:
         return state, None
     kept = after_trim(regions, state.intact, old, new)
@@ -304,12 +304,14 @@ def _trim_layer(
     )
     state = dataclasses.replace(state, body=body, intact=kept.intact)
     # [B], the first body token of this shard to dequantize
-    first = regions.held(regions.body(new))
+    first = regions.held(regions.aged_tokens(new))
     if not regions.wraps:
         first = jnp.minimum(first, regions.held_capacity - blocks * regions.block)
     # the token that each ring slot holds now, counted from the start of the body
     index = regions.ring_positions(new) - regions.sink
-    returns = (index >= regions.body(new)[:, None]) & (index < regions.body(old)[:, None])
+    returns = (index >= regions.aged_tokens(new)[:, None]) & (
+        index < regions.aged_tokens(old)[:, None]
+    )
     ring, carried = [], below
     for side, codec in enumerate(plan.codecs):
         coded = blocks_from(

@@ -49,7 +49,9 @@ def prefill_layer(
     """
     params = by_side(params)
     state = _with_statistics(plan, params, state, inputs, prefill=True)
-    limits = jnp.broadcast_to(plan.regions.body(inputs.positions[:, :1]), inputs.positions.shape)
+    limits = jnp.broadcast_to(
+        plan.regions.aged_tokens(inputs.positions[:, :1]), inputs.positions.shape
+    )
     quantizer = route if route.launch else XLA
     after = append_layer(plan, params, state, inputs, carry, prefill=True, route=quantizer)
     carry = cross_layer.advance(plan, params, after, _body_tokens(plan, inputs), carry)
@@ -83,7 +85,7 @@ def decode_layer(
     params = by_side(params)
     state = _with_statistics(plan, params, state, inputs, prefill=False)
     # A token past the capacity sees nothing real. Without the bound it would see a block too many.
-    limits = jnp.minimum(plan.regions.body(inputs.positions + 1), plan.regions.body_capacity)
+    limits = jnp.minimum(plan.regions.aged_tokens(inputs.positions + 1), plan.regions.body_capacity)
     after, windows = _append(plan, params, state, inputs, carry, limits, prefill=False, route=route)
     carry = cross_layer.advance(plan, params, after, _body_tokens(plan, inputs), carry)
     body = plan.readable(after.body, carry)
@@ -184,7 +186,7 @@ def _append(
 def _body_tokens(plan: LayerPlan, inputs: LayerInputs) -> LengthsB:
     """Return the number of body tokens of each row once the valid tokens of `inputs` are added."""
     start = inputs.positions[:, 0]
-    return plan.regions.body(start + jnp.sum(inputs.valid, axis=1, dtype=start.dtype))
+    return plan.regions.aged_tokens(start + jnp.sum(inputs.valid, axis=1, dtype=start.dtype))
 
 
 def _with_statistics(
@@ -197,7 +199,7 @@ def _with_statistics(
     """
     start = inputs.positions[:, :1]
     fresh = prefill & (start == 0)[:, 0] & inputs.valid[:, 0]
-    uncoded = plan.regions.body(start if prefill else inputs.positions) == 0
+    uncoded = plan.regions.aged_tokens(start if prefill else inputs.positions) == 0
     uncoded &= (start == 0) | (state.intact == 0)[:, None]
     early = dataclasses.replace(inputs, valid=inputs.valid & uncoded)
     widened = jnp.any(early.valid, axis=1)
@@ -339,7 +341,7 @@ def _age(
     are not written."""
     codec, regions, (rows, ring, start, total) = plan.codecs[side], plan.regions, new
     block, tokens = regions.block, rows.shape[2]
-    blocks = regions.most_held(min(-(-tokens // block), regions.slots))
+    blocks = regions.most_held(min(-(-tokens // block), regions.block_slots))
     if not blocks:
         return state.body[side]
     first = regions.held(unwritten(regions, state.intact, start))

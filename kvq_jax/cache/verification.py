@@ -160,13 +160,13 @@ class _Covered:
         if (piece := self.piece(regions)) is None:
             return 0
         axis = self.spec["tokens"]
-        return -(-regions.body(length) * axis.size // (axis.count * piece))
+        return -(-regions.aged_tokens(length) * axis.size // (axis.count * piece))
 
     def stays(self, regions: Regions, before: int, now: int) -> np.ndarray:
         """Return a mask of the parts that a sequence had at the length `before` and has at
         `now`."""
         if self.field in WITHOUT_TOKENS:
-            return np.array([(regions.body(before) if self.widens else before) > 0])
+            return np.array([(regions.aged_tokens(before) if self.widens else before) > 0])
         axis = self.spec["tokens"]
         index = np.arange(axis.size)
         if self.field == "body":
@@ -181,11 +181,11 @@ class _Covered:
 
 def _blocks(regions: Regions, slots: np.ndarray, length: int) -> np.ndarray:
     """Return the block of the body that each of its slots holds, negative if there is none."""
-    newest = regions.body(length) // regions.block - 1
+    newest = regions.aged_tokens(length) // regions.block - 1
     if not regions.wraps:
         return np.where(slots <= newest, slots, -1)
-    blocks = newest - (newest - slots) % regions.slots
-    return np.where(slots < regions.slots, blocks, -1)  # the last one is for spare codes
+    blocks = newest - (newest - slots) % regions.block_slots
+    return np.where(slots < regions.block_slots, blocks, -1)  # the last one is for spare codes
 
 
 def _ring(regions: Regions, length: int) -> np.ndarray:

@@ -51,7 +51,7 @@ def with_blocks(
     if not regions.wraps:
         return dispatch.store_blocks(spec, stored, coded, first, count, route)
     at = regions.place(first)
-    before_end = jnp.minimum(count, regions.slots - at)
+    before_end = jnp.minimum(count, regions.block_slots - at)
     stored = dispatch.store_blocks(spec, stored, coded, at, before_end, route)
     arrays = zip(jax.tree.leaves(spec), jax.tree.leaves(coded), strict=True)
     if all(array.shape[of.axis("tokens")] == of["tokens"].size for of, array in arrays):

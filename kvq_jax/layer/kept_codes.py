@@ -48,18 +48,18 @@ class KeptCodes(NamedTuple):
 def unwritten(regions: Regions, intact: LengthsB, tokens: LengthsB) -> LengthsB:
     """Return the first body token that a row of `tokens` tokens has not in its body, neither aged
     nor intact."""
-    return jnp.maximum(regions.body(tokens), intact // regions.block * regions.block)
+    return jnp.maximum(regions.aged_tokens(tokens), intact // regions.block * regions.block)
 
 
 def after_trim(regions: Regions, intact: LengthsB, old: LengthsB, new: LengthsB) -> KeptCodes:
     """Return the codes that remain when rows of `old` tokens are trimmed to `new` tokens."""
-    block, aged = regions.block, regions.body(old)
+    block, aged = regions.block, regions.aged_tokens(old)
     spare = regions.last_of_shard(intact // block)
     # a row that filled the spare place has lost what was there
     intact = jnp.where(aged > spare * block, intact // block * block, intact)
     kept = jnp.maximum(new - regions.sink, 0)
     # if no block comes back, the spare codes are still those of the last cut
-    coded = jnp.where(regions.body(new) < aged, jnp.maximum(intact, aged), intact)
+    coded = jnp.where(regions.aged_tokens(new) < aged, jnp.maximum(intact, aged), intact)
     cut = kept // block
     again = (kept <= intact) & (cut == intact // block)
     spare = regions.last_of_shard(cut)

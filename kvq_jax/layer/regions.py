@@ -55,7 +55,7 @@ class Regions:
     shards: int = 1
     axis: str | None = None
 
-    def body(self, n: N) -> N:
+    def aged_tokens(self, n: N) -> N:
         """Return the number of tokens in the body after n tokens (an int, or an integer array)."""
         aged = n - self.sink - self.recent
         aged = max(0, aged) if isinstance(aged, int) else jnp.maximum(aged, 0)
@@ -64,10 +64,10 @@ class Regions:
     @property
     def body_capacity(self) -> int:
         """Return the number of body tokens of a full cache."""
-        return self.body(self.capacity)
+        return self.aged_tokens(self.capacity)
 
     @property
-    def slots(self) -> int:
+    def block_slots(self) -> int:
         """Return n, the number of blocks that the body holds if it wraps around, else all."""
         blocks = self.body_capacity // self.block
         if self.window is None:
@@ -78,7 +78,7 @@ class Regions:
     @property
     def wraps(self) -> bool:
         """Return True if newer blocks of the body take the slots of those that no query sees."""
-        return self.slots < self.body_capacity // self.block
+        return self.block_slots < self.body_capacity // self.block
 
     @property
     def sink_slots(self) -> int:
@@ -108,14 +108,14 @@ class Regions:
     def held_capacity(self) -> int:
         """Return the number of body tokens that each shard has room for."""
         if self.wraps:
-            return (self.slots + 1) * self.block
+            return (self.block_slots + 1) * self.block
         return self.most_held(self.body_capacity // self.block) * self.block
 
     @property
     def read_capacity(self) -> int:
         """Return the number of body tokens of each shard that attention can read: all but the slot
         for spare codes, if the body wraps around."""
-        return self.slots * self.block if self.wraps else self.held_capacity
+        return self.block_slots * self.block if self.wraps else self.held_capacity
 
     def most_held(self, blocks: int) -> int:
         """Return how many of `blocks` neighbouring blocks one shard holds at most."""
@@ -155,13 +155,13 @@ class Regions:
         if not self.wraps:
             return self.held_index(block * self.block) // self.block
         spare = block >= self.body_capacity // self.block
-        return jnp.where(spare, self.slots, block % self.slots)
+        return jnp.where(spare, self.block_slots, block % self.block_slots)
 
     def oldest(self, body: N) -> N:
         """Return the first body token that is held once the first `body` ones were written."""
         if not self.wraps:
             return 0 * body
-        first = body - self.slots * self.block
+        first = body - self.block_slots * self.block
         return max(0, first) if isinstance(first, int) else jnp.maximum(first, 0)
 
     def tokens_at(self, index: Int[Array, " n"], body: Int[Array, "B"]) -> Int[Array, "#B n"]:
@@ -170,7 +170,7 @@ class Regions:
         if not self.wraps:
             return self.body_token(index)[None]
         newest, slot = body[:, None] // self.block - 1, index[None] // self.block
-        block = newest - (newest - slot) % self.slots
+        block = newest - (newest - slot) % self.block_slots
         return block * self.block + index[None] % self.block
 
     def holds(self, token: Int[Array, "..."]) -> Bool[Array, "..."]:

@@ -192,7 +192,7 @@ def exact_share(spec: kvq.cache.CacheSpec, config: ModelDims, sizes: Sizes) -> f
 
     def of(regions: Regions, tokens: int) -> float:
         read = min(tokens, regions.window or tokens)
-        return min(tokens - int(regions.body(tokens)), read) / read
+        return min(tokens - int(regions.aged_tokens(tokens)), read) / read
 
     reads = range(sizes.context + 1, sizes.width)
     shares = [np.mean([of(regions, n) for n in reads]) for regions in layers]

@@ -157,8 +157,8 @@ class Histories:
         for b in range(BATCH):
             held = self._cut(b, int(kept[b]))
             back = slice(
-                regions.sink + regions.body(int(kept[b])),
-                min(regions.sink + regions.body(int(known.lengths[b])), held, int(kept[b])),
+                regions.sink + regions.aged_tokens(int(kept[b])),
+                min(regions.sink + regions.aged_tokens(int(known.lengths[b])), held, int(kept[b])),
             )
             known.returned[b, kept[b] :] = False
             if back.start < back.stop:
@@ -178,12 +178,12 @@ class Histories:
         that it came back with before: that of the block, if it was the last to be cut."""
         known, regions = self.known, self.plans[0].regions
         block, intact, aged = regions.block, int(known.intact[b]), int(known.lengths[b])
-        aged = regions.body(aged)
+        aged = regions.aged_tokens(aged)
         if aged == regions.body_capacity:  # the body's last block takes the place of spare codes
             intact -= intact % block
         tokens = max(kept - regions.sink, 0)
         again = tokens <= intact and tokens // block == intact // block
-        if regions.body(kept) < aged:
+        if regions.aged_tokens(kept) < aged:
             known.intact[b] = min(tokens, max(intact, aged))
         else:
             known.intact[b] = min(tokens, intact)
@@ -263,7 +263,7 @@ class Histories:
     def _with_intact(self, plan: LayerPlan, fresh: LayerState, state: LayerState) -> LayerState:
         """Return a fresh layer whose rows have the codes that a trim left beyond their bodies.
         These are compared with the fresh ones when they age again."""
-        ends = np.array([plan.regions.body(int(n)) for n in self.known.lengths])
+        ends = np.array([plan.regions.aged_tokens(int(n)) for n in self.known.lengths])
         beyond = jnp.asarray(self.known.intact > ends)
 
         def pick(one: jax.Array, other: jax.Array) -> jax.Array:
@@ -282,7 +282,7 @@ class Histories:
         early = np.array(
             [
                 [
-                    regions.body(int(n) if prefill else int(n + step)) == 0
+                    regions.aged_tokens(int(n) if prefill else int(n + step)) == 0
                     and (n == 0 or known.intact[b] == 0)
                     for step in steps
                 ]
@@ -348,7 +348,7 @@ class Histories:
         for b in range(BATCH):
             known.intact[b] *= start[b] > 0
             whole = int(known.intact[b]) // regions.block * regions.block
-            first, end = (regions.body(int(n)) for n in (start[b], known.lengths[b]))
+            first, end = (regions.aged_tokens(int(n)) for n in (start[b], known.lengths[b]))
             new = slice(regions.sink + max(first, whole), regions.sink + max(end, whole))
             known.recoded[b, new] = known.returned[b, new]
             for sources, given in zip(known.sources, known.given, strict=True):

@@ -65,7 +65,7 @@ def _fill(
         for rows, slots in zip(given[0], after.ring, strict=True)
     )
     after = dataclasses.replace(after, ring=ring)
-    body = plan.regions.body(lengths)
+    body = plan.regions.aged_tokens(lengths)
     return after, cross_layer.advance(plan, params, after, body, carry)
 
 

@@ -61,7 +61,9 @@ def rows_of(cache: kvq.cache.Cache) -> list[list[np.ndarray]]:
         found.append(
             [np.asarray(rows) for rows in decode_rows(plan, params, state, cache.lengths, carry)]
         )
-        carry = cross_layer.advance(plan, params, state, plan.regions.body(cache.lengths), carry)
+        carry = cross_layer.advance(
+            plan, params, state, plan.regions.aged_tokens(cache.lengths), carry
+        )
     return found
 
 

@@ -328,7 +328,7 @@ def live(plan: LayerPlan, state: LayerState, lengths: np.ndarray) -> dict[str, n
     found = {}
     for side, (name, codec) in enumerate(zip(plan.names, plan.codecs, strict=True)):
         held = np.asarray(regions.ring_positions(jnp.asarray(lengths)))
-        aged = np.array([regions.body(int(n)) for n in lengths])
+        aged = np.array([regions.aged_tokens(int(n)) for n in lengths])
         in_ring = (held >= regions.sink) & (held >= regions.sink + aged[:, None])
         in_sink = np.arange(regions.sink_slots)[None] < lengths[:, None]
         found[f"ring.{name}"] = np.where(in_ring[:, None, :, None], np.asarray(state.ring[side]), 0)

@@ -59,14 +59,14 @@ def held_codes(
     array, row and block."""
     block, found = plan.regions.block, {}
     held = dataclasses.replace(plan.regions, window=WINDOW, slack=slack).slots
-    slots = plan.regions.slots
+    slots = plan.regions.block_slots
     for name, codec, stored in zip(plan.names, plan.codecs, state.body, strict=True):
         specs = jax.tree_util.tree_leaves_with_path(codec.body(1, 1, block))
         for (path, spec), array in zip(specs, jax.tree.leaves(stored), strict=True):
             entries = spec["tokens"].size
             values = np.moveaxis(np.asarray(array), (0, spec.axis("tokens")), (0, 1))
             for row, length in enumerate(lengths):
-                newest = plan.regions.body(int(length)) // block
+                newest = plan.regions.aged_tokens(int(length)) // block
                 for at in range(max(newest - held, 0), newest):
                     first = at % slots * entries
                     key = f"body.{name}{jax.tree_util.keystr(path)}[{row}, {at}]"

@@ -204,7 +204,7 @@ def _room(cache: Cache) -> LengthsB:
         regions = plan.regions
         if plan.quantizes:
             exact = regions.sink + regions.recent + regions.block - 1
-            rooms.append(regions.body(after) + exact - after)
+            rooms.append(regions.aged_tokens(after) + exact - after)
         if regions.wraps:
             rooms.append(jnp.full_like(after, regions.slack - 1))
     return functools.reduce(jnp.minimum, rooms)

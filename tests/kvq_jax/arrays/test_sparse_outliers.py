@@ -150,7 +150,7 @@ def test_dropped_outliers_of_live_tokens_are_counted():
     for layer, plan in enumerate(cache.plans):
         own, rows = (
             parameters_of(plan)[0],
-            sequences(4, seed=layer).k_pre[:, :, : plan.regions.body(90)],
+            sequences(4, seed=layer).k_pre[:, :, : plan.regions.aged_tokens(90)],
         )
         outside = (rows < np.asarray(own["lower"])[:, None]) | (
             rows > np.asarray(own["upper"])[:, None]

@@ -57,10 +57,12 @@ def lengths_of(plan: LayerPlan) -> np.ndarray:
     row wraps around in the ring, if any does.
     """
     regions = plan.regions
-    leaves = [n for n in range(1, CAPACITY - STEPS) if regions.body(n) > regions.body(n - 1)]
+    leaves = [
+        n for n in range(1, CAPACITY - STEPS) if regions.aged_tokens(n) > regions.aged_tokens(n - 1)
+    ]
 
     def wraps(n: int) -> bool:
-        first = regions.body(n - 1) % regions.ring_slots
+        first = regions.aged_tokens(n - 1) % regions.ring_slots
         return first + regions.block > regions.ring_slots
 
     wrapping = next(filter(wraps, leaves), leaves[len(leaves) // 2])
@@ -178,7 +180,7 @@ def test_a_full_row_is_never_said_to_hold_more_than_its_body(monkeypatch: pytest
     """A token past the capacity would complete a block that the arrays have no room for."""
     capacity = 96 + 3 * 32 + 31
     plan = plan_of("kivi:bits=4", capacity=capacity)
-    assert plan.regions.body(capacity + 1) > plan.regions.body_capacity, (
+    assert plan.regions.aged_tokens(capacity + 1) > plan.regions.body_capacity, (
         "this capacity shows nothing"
     )
     seen: list[np.ndarray] = []

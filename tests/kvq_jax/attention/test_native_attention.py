@@ -95,7 +95,7 @@ def test_the_kernels_attend_as_the_reference_does_and_write_the_same_state(case:
     lengths, tokens = boundary_lengths(plan), sequences()
     start, before = before_the_last(plan, state, lengths, 1)
     inputs = tokens.window(start, lengths, 1)
-    spoiled = polluted(plan, before, np.asarray(plan.regions.body(jnp.asarray(start))))
+    spoiled = polluted(plan, before, np.asarray(plan.regions.aged_tokens(jnp.asarray(start))))
     out, after, _ = decode_natively(plan, parameters_of(plan), spoiled, inputs, ())
     _, clean, _ = decode(plan, parameters_of(plan), before, inputs, ())
     chex.assert_trees_all_equal(after, decode(plan, parameters_of(plan), spoiled, inputs, ())[1])

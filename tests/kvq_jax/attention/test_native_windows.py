@@ -64,11 +64,11 @@ prefill_natively = quick_jit(functools.partial(prefill_layer, route=NATIVE), sta
 def polluted(plan: LayerPlan, state: LayerState, lengths: np.ndarray) -> LayerState:
     """Return the state with NaN as every float of the slots in which no token of a window lies."""
     regions = plan.regions
-    slot = np.arange(regions.slots + 1)
-    written = np.asarray(regions.body(jnp.asarray(lengths)))[:, None] // regions.block
-    block = written - 1 - (written - 1 - slot) % regions.slots
+    slot = np.arange(regions.block_slots + 1)
+    written = np.asarray(regions.aged_tokens(jnp.asarray(lengths)))[:, None] // regions.block
+    block = written - 1 - (written - 1 - slot) % regions.block_slots
     reached = (block + 1) * regions.block > lengths[:, None] + 1 - WINDOW
-    live = (block >= 0) & reached & (slot < regions.slots)
+    live = (block >= 0) & reached & (slot < regions.block_slots)
 
     def spoil(spec, array: jax.Array) -> jax.Array:
         if not jnp.issubdtype(jnp.dtype(spec.dtype), jnp.floating):

@@ -95,7 +95,7 @@ def changed_blocks(before: Layer, after: Layer, kept: np.ndarray) -> int:
     """Return how many codes of whole blocks of kept tokens differ between two layers."""
     regions = before.plan.regions
     whole = [
-        min(regions.body(int(full)), max(int(n) - regions.sink, 0)) // regions.block
+        min(regions.aged_tokens(int(full)), max(int(n) - regions.sink, 0)) // regions.block
         for full, n in zip(FULL, kept, strict=True)
     ]
     pairs = zip(before.blocks(), after.blocks(), strict=True)
@@ -200,7 +200,11 @@ def test_a_step_of_one_token_leaves_codes_on_every_route(route: Route):
     cache = kvq.init_cache("turboquant:recent=64,block=32", kernels.DIMS, 5, 416, "bfloat16")
     plan, state, params = cache.plans[0], cache.layers[0], parameters_of(cache.plans[0])
     full, kept, before = (np.full(5, n, np.int32) for n in (200, 120, 127))
-    assert plan.regions.body(127) < plan.regions.body(128) < plan.regions.body(200)
+    assert (
+        plan.regions.aged_tokens(127)
+        < plan.regions.aged_tokens(128)
+        < plan.regions.aged_tokens(200)
+    )
 
     def added(state: LayerState, start: np.ndarray, stop: np.ndarray, tokens: int) -> LayerState:
         inputs = kernels.tokens().window(start, stop, tokens)

@@ -46,7 +46,7 @@ def errors(plan: LayerPlan) -> list[np.ndarray]:
     _, state = layer_runs.run(plan, plan.init(8, "float32"), tokens, PROMPTS, LENGTHS)
     inputs = tokens.window(np.zeros_like(LENGTHS), LENGTHS, CAPACITY)
     read = decode_rows(plan, params, state, jax.numpy.asarray(LENGTHS), tokens.below(plan))
-    body = slice(plan.regions.sink, plan.regions.sink + plan.regions.body(CAPACITY))
+    body = slice(plan.regions.sink, plan.regions.sink + plan.regions.aged_tokens(CAPACITY))
     found = []
     for codec, side_params, rows in zip(plan.codecs, by_side(params), read, strict=False):
         exact = np.asarray(codec.rows(side_params, inputs), np.float32)[:, :, body]

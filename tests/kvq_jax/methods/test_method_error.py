@@ -51,7 +51,7 @@ def attended_by_codecs(
         for codec, p, s in zip((plan.k, plan.v), params, (stats[0], stats[-1]), strict=True)
     )
     token, newest = np.arange(tokens)[None], np.arange(tokens - STEP, tokens)[:, None]
-    body = np.array([[regions.body(int(n) + 1)] for (n,) in newest])
+    body = np.array([[regions.aged_tokens(int(n) + 1)] for (n,) in newest])
     coded = (token >= sink) & (token < sink + body)  # [T, S]
     coded, seen = (
         np.tile(mask, (heads // kv_heads, 1))[None, None] for mask in (coded, token <= newest)

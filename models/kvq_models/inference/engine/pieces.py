@@ -109,8 +109,8 @@ class RowPieces:
                 axis = spec["tokens"]
                 yield (
                     spec,
-                    regions.body(before) // axis.per * axis.each,
-                    -(-regions.body(length) // axis.per) * axis.each,
+                    regions.aged_tokens(before) // axis.per * axis.each,
+                    -(-regions.aged_tokens(length) // axis.per) * axis.each,
                 )
 
 
