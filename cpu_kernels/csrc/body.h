@@ -29,10 +29,9 @@ enum Affine : int64_t {
 enum Form : int64_t {
   kCodes = 0,
   kRows = 1,  // [S, H] in full precision; affine and the layout of words are unused
-  kPolar =
-      // Codes of H / 2 pairs, radius << angle_bits | angle, and steps and least values of both [S /
-  // group, H / 2].
-  2,
+  // Codes of H / 2 pairs, radius << angle_bits | angle. Steps and least values of both lie in
+  // [S / group, H / 2].
+  kPolar = 2,
   kRuns = 3,    // runs of channels of one width each (runs.h); affine is unused
   kFloats = 4,  // E4M3 numbers of 8 bits, without scales
 };
@@ -68,14 +67,14 @@ struct Body {
   KVQ_INLINE int64_t sets() const { return low_bits == bits ? 1 : 2; }
   KVQ_INLINE int64_t set_bits(int64_t set) const { return set == 0 ? low_bits : bits - low_bits; }
   KVQ_INLINE int64_t padded() const { return chunks * width; }  // channels of a token with padding
-  KVQ_INLINE int64_t row_words(int64_t set) const {
-    return slots * padded() * set_bits(set) / 16;
-  }  // words of a row
+  // Words of a row.
+  KVQ_INLINE int64_t row_words(int64_t set) const { return slots * padded() * set_bits(set) / 16; }
   KVQ_INLINE bool stores_zero() const { return centre < 0; }
   KVQ_INLINE int64_t head_dim() const { return form == kPolar ? 2 * channels : channels; }
+  // Numbers of a vector with padding.
   KVQ_INLINE int64_t row_floats() const {
     return form == kPolar ? (2 * channels + 15) / 16 * 16 : padded();
-  }  // of a vector with padding
+  }
   KVQ_INLINE int64_t channel_groups() const {
     return affine == kChannelGroups ? channels / group : 0;
   }
@@ -122,8 +121,8 @@ struct RunArrays {
   const uint16_t* words[kRunWidths][3];
   const int8_t* exponent;  // [S]: of a token's scale, in eighths
   const float* steps;      // [kRunWidths]: of codes of 1, 2, ... bits
-  const int32_t*
-      place;  // Keys [H]: the place of a channel among the stored ones, with pairs side by side.
+  // Keys [H]: the place of a channel among the stored ones, with pairs side by side.
+  const int32_t* place;
   const float* scale;  // keys [H]
   // Values, and keys with Body::synthesis [H, H]; the stored channels have the first rows. Such
   // keys have no place and no scale.
@@ -181,14 +180,14 @@ struct Span {
   float* o;        // [rows, H]: the sum of exp(score - m) * value
 };
 
-constexpr int64_t kTile = 128;    // tokens whose scores become weights together
-constexpr int64_t kDecoded = 32;  // tokens whose vectors are made together
-constexpr int64_t kNear =
-    // Runs of kDecoded tokens whose positions are counted from the same one, so RoPE's tables stay
-    // short.
-    256;
+constexpr int64_t kTile = 128;     // tokens whose scores become weights together
+constexpr int64_t kDecoded = 32;   // tokens whose vectors are made together
 constexpr int64_t kRowBlock = 4;   // query rows that share the numbers made from a word
 constexpr float kNegInf = -1e30f;  // finite, as in partial_attention.py
+
+// Runs of kDecoded tokens whose positions are counted from the same one, so RoPE's tables stay
+// short.
+constexpr int64_t kNear = 256;
 
 KVQ_INLINE int64_t row_blocks(int64_t rows) { return (rows + kRowBlock - 1) / kRowBlock; }
 
@@ -238,11 +237,11 @@ KVQ_INLINE int64_t scratch_floats(const Body& k, const Body& v, int64_t rows) {
   return (padded + v_groups * kRowBlock) * (kTile + lanes)  // scores or weights, and scaled weights
          + (padded + kRowBlock) * k.row_floats()            // queries, and scaled or turned queries
          + padded * (v.row_floats() + lanes)                // weighted values, sums of weights
-         + padded * (k_groups + lanes * v_groups + 1 +
-                     lanes)  // sums of queries, weighted zero points, maxima, biases
-         + 2 * kTile * groups +
-         kTile * widest          // scales, zero points of tokens; scales of elements, or vectors
-         + 4 * (widest + lanes)  // scales and zero points of channels, and of angles
+         + padded * (k_groups + lanes * v_groups)           // sums of queries, weighted zero points
+         + padded * (1 + lanes)                             // maxima, biases
+         + 2 * kTile * groups                               // scales and zero points of tokens
+         + kTile * widest                                   // scales of elements, or vectors
+         + 4 * (widest + lanes)                 // scales and zero points of channels, and of angles
          + bundle_floats(k) + bundle_floats(v)  // places of codes
          + transposed_floats(k)                 // words
          + run_floats(k) + run_floats(v)        // vectors of runs

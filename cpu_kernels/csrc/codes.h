@@ -36,9 +36,7 @@ struct Bundle {
   int32_t place[2];  // of the words in a row, of each plane set
   struct {
     int32_t vector;
-    int32_t
-        // Of channels that share a scale, among [groups, kTile]: the place of its first token.
-        group;
+    int32_t group;  // the place of its scale for a tile's first token, among [groups, kTile]
     int32_t shift[2];
   } fields[kBundle];
 };
@@ -64,9 +62,8 @@ inline int64_t bundle(const Body& body, int64_t slot, Bundle* bundles) {
       const int64_t tiles = body.row_words(set) / body.width,
                     at = number / tiles * body.set_bits(set);
       alone.place[set] = int32_t(number % tiles * body.width + channel % body.width);
-      alone.fields[0].shift[set] = int32_t(
-          body.table ? at
-                     : top - at);  // Right for a table's index, else left. at + bits is at most 16.
+      // To the right for a table's index, else to the left. at + bits is at most 16.
+      alone.fields[0].shift[set] = int32_t(body.table ? at : top - at);
       top += body.set_bits(set);
     }
     int64_t i = 0;

@@ -9,9 +9,8 @@ namespace {
 
 using kvq::kRowBlock;
 
-constexpr int64_t kPadded =
-    kTile + 16;                    // floats from one row of scores, or of weights, to the next
-constexpr int64_t kAhead = kTile;  // how many tokens ahead words are prefetched
+constexpr int64_t kPadded = kTile + 16;  // floats from one row of scores or weights to the next
+constexpr int64_t kAhead = kTile;        // how many tokens ahead words are prefetched
 
 // How numbers are scaled as they are made.
 enum class Scaling {
@@ -50,9 +49,8 @@ inline void for_rows(int64_t rows, Function function) {
 struct Packed {
   const Body& body;
   const Arrays& arrays;
-  Bundle* bundles;  // [slots, vectors of channels], and after them the count of each slot
-  int span_bits,
-      rows_bits;  // of a span's tokens, and of a slot's rows in it: powers of two
+  Bundle* bundles;           // [slots, vectors of channels], and after them the count of each slot
+  int span_bits, rows_bits;  // of a span's tokens, and of a slot's rows in it: powers of two
 
   Packed(const Body& described, const Arrays& stored)
       : body(described), arrays(stored), bundles(nullptr),
@@ -136,8 +134,8 @@ KVQ_INLINE void score_tokens(const Packed& packed, const Numbers& numbers, const
                              const Affinity& affinity, float* scores) {
   const int64_t stride = packed.body.padded();
   Floats sums[R * T] = {};
-  if (kScaling ==
-      Scaling::kNone)  // Offsets come first, so that sums stay small, and so do their errors.
+  // Offsets come first, so that sums stay small, and so do their errors.
+  if (kScaling == Scaling::kNone)
     for (int i = 0; i < R * T; i++) sums[i] = load(affinity.zero + i / T * kLanes);
   for (const Bundle* bundle = bundles; bundle < end; bundle++) {
     Uints low[T], high[T] = {};
@@ -270,8 +268,8 @@ void weigh(const Packed& packed, int64_t rows, const Weights& weights, int64_t s
       for (const Run* run = runs; run < runs + count; run += together) {
         const Bundle* bundles = packed.bundles_of(run->slot);
         const int64_t last = packed.count_of(run->slot);
-        const auto sizes = [&](int64_t b, int64_t alike,
-                               int size) {  // true if so many bundles have this size
+        // True if so many bundles from number b on have this size.
+        const auto sizes = [&](int64_t b, int64_t alike, int size) {
           for (int64_t i = 0; i < alike; i++)
             if (b + i >= last || bundles[b + i].size != size) return false;
           return true;

@@ -71,14 +71,14 @@ KVQ_INLINE void multiply_tile(const float* a, int64_t a_stride, const float* b, 
 inline void multiply_columns(int64_t vectors, const float* a, int64_t a_stride, const float* b,
                              int64_t b_stride, float* c, int64_t c_stride, int64_t depth,
                              const float* shrink) {
+  constexpr int kThree = kColumns < 3 ? 1 : 3;  // no further kernel where there are never three
   switch (vectors) {
     case 1:
       return multiply_tile<1>(a, a_stride, b, b_stride, c, c_stride, depth, shrink);
     case 2:
       return multiply_tile<2>(a, a_stride, b, b_stride, c, c_stride, depth, shrink);
     case 3:
-      return multiply_tile <
-             kColumns<3 ? 1 : 3>(a, a_stride, b, b_stride, c, c_stride, depth, shrink);
+      return multiply_tile<kThree>(a, a_stride, b, b_stride, c, c_stride, depth, shrink);
     default:
       return multiply_tile<kColumns>(a, a_stride, b, b_stride, c, c_stride, depth, shrink);
   }

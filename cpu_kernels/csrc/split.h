@@ -10,10 +10,9 @@
 
 namespace kvq {
 
-constexpr int64_t kSpan =
-    // Tokens of a task, a multiple of kTile. It is constant, so results do not depend on the number
-    // of threads.
-    1024;
+// Tokens of a task, a multiple of kTile. It is constant, so results do not depend on the number of
+// threads.
+constexpr int64_t kSpan = 1024;
 
 // Arrays of a whole batch: `row` and `head` are the bytes from one row of the batch, and from one
 // head (or group of heads), to the next.

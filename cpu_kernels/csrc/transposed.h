@@ -134,9 +134,8 @@ class Transposed {
   int32_t* places_;         // [vectors, 2]
 
   int64_t rows() const { return body_.span / body_.slots; }
-  int64_t blocks() const {
-    return rows() > kLanes ? rows() / kLanes : 1;
-  }  // of rows that are transposed together
+  // Blocks of rows that are transposed together.
+  int64_t blocks() const { return rows() > kLanes ? rows() / kLanes : 1; }
   Uints& shift(int64_t vector_of_tokens, int64_t vector, int set) const {
     return shifts_[(vector_of_tokens * vectors_of(body_) + vector) * 2 + set];
   }

@@ -107,8 +107,8 @@ inline Floats only_nan(Floats x) { return (Floats)((Ints)x & (x != x)); }
 // so no computation uses any.
 inline Floats from_half(Uints bits) {
   const Uints magnitude = bits & 0x7FFF, sign = (bits & 0x8000) << 16;
-  const Floats small =
-      to_float(magnitude) * 5.9604644775390625e-8f;  // subnormal: a multiple of 2^-24
+  // Subnormal numbers are multiples of 2^-24.
+  const Floats small = to_float(magnitude) * 5.9604644775390625e-8f;
   const Uints exponent =
       (magnitude << 13) + ((Uints)(magnitude >= 0x7C00) & (112u << 23)) + (112u << 23);
   const Floats value = choose((Ints)(magnitude < 0x400), small, (Floats)exponent);
@@ -257,8 +257,8 @@ struct Table {
   explicit Table(const float* p) : low(_mm256_loadu_ps(p)), high(_mm256_loadu_ps(p + 8)) {}
   Floats at(Uints code) const {
     const __m256i index = (__m256i)code;
-    const __m256 upper =
-        _mm256_castsi256_ps(_mm256_slli_epi32(index, 28));  // its sign bit chooses the half
+    // The sign bit chooses the half.
+    const __m256 upper = _mm256_castsi256_ps(_mm256_slli_epi32(index, 28));
     return (Floats)_mm256_blendv_ps(_mm256_permutevar8x32_ps(low, index),
                                     _mm256_permutevar8x32_ps(high, index), upper);
   }

@@ -69,9 +69,9 @@ struct PackedMatrix {
   int64_t group;  // 16 or 32, and 16 for 8 bits alone
   int64_t inputs, outputs;
   float centre;  // 0 but for 4 bits
-  const void*
-      codes;  // 4 bits: uint32 [P, I / 8, 32], or [O, I / 8] with tables; 8 bits: int8 or E4M3 [P, I / 4, 32, 4];
-  // 16 bits: bfloat16 or float16 [P, I, 32]
+  // 4 bits: uint32 [P, I / 8, 32], or [O, I / 8] with tables. 8 bits: int8 or E4M3
+  // [P, I / 4, 32, 4]. 16 bits: bfloat16 or float16 [P, I, 32].
+  const void* codes;
   Scales scales, mins;
   bool bfloat16 = false;          // of 16 bits
   bool e4m3 = false;              // of 8 bits

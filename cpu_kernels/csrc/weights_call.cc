@@ -208,8 +208,8 @@ void multiply_rows(const PackedCall& call, const Chosen& chosen, const Multiplie
   run_tasks(blocks, std::min(helpers, count - 1), schedule, [&](int64_t b, int64_t) {
     arrange(call, chosen, kernel, kinds[b / count], b % count);
   });
-  const int64_t together =  // blocks of a task
-      std::clamp<int64_t>(kRowBytes / (inputs * kTokenBlock * 4), 1, count);
+  // Blocks of a task.
+  const int64_t together = std::clamp<int64_t>(kRowBytes / (inputs * kTokenBlock * 4), 1, count);
   const int64_t chunks = (count + together - 1) / together;
   const int64_t parts = std::clamp<int64_t>(kTasksOfThread * (helpers + 1) / chunks, 1,
                                             std::min(panels, std::max<int64_t>(1, most / chunks)));
