@@ -167,15 +167,18 @@ PackedMatrix expert_of(PackedMatrix weights, int64_t e) {
   return weights;
 }
 
-// Returns true if row t of x has an entry that is not 0. Fills the row's results with 0 otherwise.
-bool counts(const PackedCall& call, int64_t t) {
+// True if all entries of row t of x are 0. NaN is not.
+bool is_zero(const PackedCall& call, int64_t t) {
   const float* const x = call.x + t * call.inputs;
-  if (std::any_of(x, x + call.inputs, [](float entry) { return entry != 0; })) return true;
+  return std::all_of(x, x + call.inputs, [](float entry) { return entry == 0; });
+}
+
+// Fill row t of each y with 0.
+void clear_results(const PackedCall& call, int64_t t) {
   for (const PackedProduct& product : call.products) {
     const int64_t outputs = product.weights.outputs;
     std::fill_n(product.y + t * outputs, outputs, 0.0f);
   }
-  return false;
 }
 
 // Fill the chosen rows of each y.
@@ -232,7 +235,8 @@ void multiply(const PackedCall& call, const Multiplier& kernel, int64_t helpers,
               const Schedule& schedule) {
   Chosen rows;
   for (int64_t t = 0; t < call.tokens; t++)
-    if (counts(call, t)) rows.push_back(t);
+    if (is_zero(call, t)) clear_results(call, t);
+    else rows.push_back(t);
   multiply_rows(call, rows, kernel, helpers, schedule);
 }
 
@@ -240,7 +244,8 @@ void multiply_chosen(const PackedCall& call, const int32_t* chosen, int64_t expe
                      const Multiplier& kernel, int64_t helpers, const Schedule& schedule) {
   std::vector<Chosen> rows_of(experts);
   for (int64_t t = 0; t < call.tokens; t++)
-    if (counts(call, t)) rows_of[chosen[t]].push_back(t);
+    if (is_zero(call, t)) clear_results(call, t);
+    else rows_of[chosen[t]].push_back(t);
   for (int64_t e = 0; e < experts; e++) {
     if (rows_of[e].empty()) continue;
     PackedCall of_expert = call;
