@@ -108,7 +108,7 @@ def build(kernel: str, folder: pathlib.Path) -> pathlib.Path:
     # best_kernels() must choose this variant, so it stands in the place of all
     aliases = [
         f"-Dattend_{part}_{name}=attend_{part}_{kernel}"
-        for part in ("span", "rows")
+        for part in ("tokens", "rows")
         for name in ("baseline", "avx2", "avx512")
         if kernel in FLAGS and name != kernel
     ]

@@ -30,7 +30,7 @@ struct Attention : AttentionState {
     if (k_decoded) return score_decoded(runs, first, from, live);
     if (Transposed::served(k)) return score_transposed(across, first, from, live);
     if (k.affine == kvq::kChannelGroups) {
-      load_token_scales(k, span.keys, span.capacity, first, live, token_scale, token_zero);
+      load_token_scales(k, work.keys, work.capacity, first, live, token_scale, token_zero);
       if (k.group % kLanes == 0) {
         for (int64_t b = 0; b < blocks; b++)
           score<Scaling::kTokens>(keys, rows_of(b), q_of(b), first, from, live,
@@ -51,7 +51,7 @@ struct Attention : AttentionState {
     const bool grouped = k.affine == kvq::kTokenGroups;
     const int64_t step = grouped ? divisor(k.group, kTile) : kTile;
     for (int64_t at = from / step * step; at < live; at += step) {
-      if (grouped) load_stored_scales(k, span.keys, (first + at) / k.group, scale, zero);
+      if (grouped) load_stored_scales(k, work.keys, (first + at) / k.group, scale, zero);
       for (int64_t b = 0; b < blocks; b++) {
         if (grouped) scale_queries(b, scaled);
         const float* queries = grouped ? scaled : q_of(b);
@@ -66,13 +66,13 @@ struct Attention : AttentionState {
     const bool scaled_tokens = k.affine == kvq::kChannelGroups,
                grouped = k.affine == kvq::kTokenGroups;
     if (scaled_tokens)
-      load_token_scales(k, span.keys, span.capacity, first, live, token_scale, token_zero);
+      load_token_scales(k, work.keys, work.capacity, first, live, token_scale, token_zero);
     const int64_t step = grouped ? divisor(k.group, k.span) : k.span;
     const int64_t start = from / k.span * k.span;
     for (int64_t at = start; at < live; at += step) {
       if (at % k.span == 0) across.read(first + at);
       const bool begins = at == start || (first + at) % k.group == 0;
-      if (grouped && begins) load_stored_scales(k, span.keys, (first + at) / k.group, scale, zero);
+      if (grouped && begins) load_stored_scales(k, work.keys, (first + at) / k.group, scale, zero);
       for (int64_t b = 0; b < blocks; b++) {
         if (grouped && (begins || blocks > 1)) scale_queries(b, scaled);
         float starts[kRowBlock];
@@ -90,7 +90,7 @@ struct Attention : AttentionState {
 
   // Compute the scores of whole groups of kDecoded tokens.
   void score_runs(const RunsAcross& runs, int64_t first, int64_t from, int64_t live) {
-    const Decoder decoder = this->decoder(k, span.keys, keys);
+    const Decoder decoder = this->decoder(k, work.keys, keys);
     for (int64_t at = from / kDecoded * kDecoded; at < live; at += kDecoded) {
       runs.read(first + at, 0);
       for (int64_t b = 0; b < blocks; b++) {
@@ -108,7 +108,7 @@ struct Attention : AttentionState {
   }
 
   void score_decoded(const RunsAcross& across, int64_t first, int64_t from, int64_t live) {
-    const Decoder decoder = this->decoder(k, span.keys, keys);
+    const Decoder decoder = this->decoder(k, work.keys, keys);
     const Runs runs = key_runs();
     for (int64_t at = from / kDecoded * kDecoded; at < live; at += kDecoded) {
       const void* rows[kDecoded];
@@ -135,11 +135,11 @@ struct Attention : AttentionState {
     } else {
       runs.read_numbers(first, count);
     }
-    runs.synthesize_keys(first, count, span.keys.turns, rows);
+    runs.synthesize_keys(first, count, work.keys.turns, rows);
   }
 
   void weigh_decoded(int64_t first, int64_t from, int64_t live) {
-    const Decoder decoder = this->decoder(v, span.values, values);
+    const Decoder decoder = this->decoder(v, work.values, values);
     const Runs runs = value_runs();
     const int64_t read = v_runs ? runs.vectors_of_values() : vectors();
     for (int64_t at = from / kDecoded * kDecoded; at < live; at += kDecoded) {
@@ -165,10 +165,10 @@ struct Attention : AttentionState {
   // Put kNegInf into the scores of the tokens of a tile that a row does not see.
   void hide(int64_t row, int64_t first, int64_t from, int64_t live, float* out) const {
     int64_t begin = from, end = live;
-    if (!span.windows) {
-      const int64_t query = row % span.queries, start = first + span.offset;
-      if (span.lower) begin = maximum(from, minimum(span.lower[query] - start, live));
-      end = maximum(0, minimum(span.limits[query] - start, live));
+    if (!work.windows) {
+      const int64_t query = row % work.queries, start = first + work.offset;
+      if (work.lower) begin = maximum(from, minimum(work.lower[query] - start, live));
+      end = maximum(0, minimum(work.limits[query] - start, live));
     }
     for (int64_t t = 0; t < begin; t++) out[t] = kNegInf;
     for (int64_t t = end; t < rounded(live); t++) out[t] = kNegInf;
@@ -181,7 +181,7 @@ struct Attention : AttentionState {
     for (int64_t i = 0; i < rows_of(block); i++) {
       const int64_t row = block * kRowBlock + i;
       float* out = scores_of(block) + i * kPadded;
-      if (span.soft_cap > 0) cap_scores(out, from / kLanes * kLanes, padded, span.soft_cap);
+      if (work.soft_cap > 0) cap_scores(out, from / kLanes * kLanes, padded, work.soft_cap);
       hide(row, first, from, live, out);
       Floats most = splat(largest[row]);
       for (int64_t t = 0; t < padded; t += kLanes) most = larger(load(out + t), most);
@@ -214,7 +214,7 @@ struct Attention : AttentionState {
     if (v_decoded) return weigh_decoded(first, from, live);
     if (v.affine == kvq::kChannelGroups) {
       const bool whole = v.group % kLanes == 0;
-      load_token_scales(v, span.values, span.capacity, first, live, token_scale, token_zero);
+      load_token_scales(v, work.values, work.capacity, first, live, token_scale, token_zero);
       for (int64_t g = 0; g < v_groups; g++)
         for (int64_t t = 0; t < from; t++)
           token_scale[g * kTile + t] = token_zero[g * kTile + t] = 0;
@@ -234,7 +234,7 @@ struct Attention : AttentionState {
     const int64_t step = grouped ? divisor(v.group, kTile) : kTile;
     for (int64_t at = from / step * step; at < live; at += step) {
       const int64_t begin = maximum(at, from), end = minimum(at + step, live);
-      if (grouped) load_channel_scales(v, span.values, (first + at) / v.group, scale, zero);
+      if (grouped) load_channel_scales(v, work.values, (first + at) / v.group, scale, zero);
       for (int64_t b = 0; b < blocks; b++) {
         weigh<true, false>(values, rows_of(b), {scores_of(b), 0}, first, begin, end, nullptr,
                            grouped ? scale : nullptr, sums_of(b));
@@ -281,14 +281,14 @@ struct Attention : AttentionState {
   }
 
   void finish() {
-    const bool scaled_sums = v.affine == kvq::kChannels && !span.windows && !v_decoded;
-    if (scaled_sums) load_channel_scales(v, span.values, 0, scale, zero);
-    for (int64_t r = 0; r < span.rows; r++) {
+    const bool scaled_sums = v.affine == kvq::kChannels && !work.windows && !v_decoded;
+    if (scaled_sums) load_channel_scales(v, work.values, 0, scale, zero);
+    for (int64_t r = 0; r < work.rows; r++) {
       const float all = sum_of_lanes(load(total + r * kLanes));
-      float *row_sums = sums + r * v.row_floats(), *out = span.o + r * channels;
-      span.m[r] = largest[r];
-      span.l[r] = all;
-      if (v_runs && !span.windows) {
+      float *row_sums = sums + r * v.row_floats(), *out = work.o + r * channels;
+      work.m[r] = largest[r];
+      work.l[r] = all;
+      if (v_runs && !work.windows) {
         value_runs().synthesize(row_sums, all, out);
         continue;
       }
@@ -304,7 +304,7 @@ struct Attention : AttentionState {
   // Point at rows of whole vectors, in place or copied to `elements`. Return the type of their
   // numbers. Keys before RoPE are rotated by the tables of their slots.
   int64_t widen(const void* const* stored, const int64_t* slots, int64_t count, const void** rows) {
-    const kvq::Windows& windows = *span.windows;
+    const kvq::Windows& windows = *work.windows;
     const int64_t padded = vectors() * kLanes, half = channels / 2;
     const bool turned = slots && k.rotated;
     for (int64_t i = 0; i < count; i++) {
@@ -337,7 +337,7 @@ struct Attention : AttentionState {
   }
 
   void run_windows() {
-    const kvq::Windows& windows = *span.windows;
+    const kvq::Windows& windows = *work.windows;
     const int64_t bytes = channels * (windows.type == kvq::kFloat32 ? 4 : 2);
     const void *stored_keys[kTile], *stored_values[kTile];
     int64_t slots[kTile], slot = 0, count = 0;
@@ -359,12 +359,12 @@ struct Attention : AttentionState {
     const Transposed across(keys, transposed);
     const Runs keys_in_runs = key_runs(), values_in_runs = value_runs();
     const RunsAcross runs(keys_in_runs, across_keys), runs_of_v(values_in_runs, across_values);
-    if (k_runs && !span.ordered)
-      RunsAcross::served(k) ? runs.order_keys(span.keys.turns)
-                            : keys_in_runs.order_keys(span.keys.turns);
+    if (k_runs && !work.ordered)
+      RunsAcross::served(k) ? runs.order_keys(work.keys.turns)
+                            : keys_in_runs.order_keys(work.keys.turns);
     if (v_runs && !RunsAcross::served(v)) values_in_runs.clear();
-    for (int64_t first = span.first / kTile * kTile; first < span.last; first += kTile) {
-      const int64_t from = maximum(span.first - first, 0), live = minimum(kTile, span.last - first);
+    for (int64_t first = work.first / kTile * kTile; first < work.last; first += kTile) {
+      const int64_t from = maximum(work.first - first, 0), live = minimum(kTile, work.last - first);
       score_tile(across, runs, first, from, live);
       for (int64_t b = 0; b < blocks; b++) weights_of_tile(b, first, from, live);
       weigh_tile(runs_of_v, first, from, live);
@@ -373,7 +373,7 @@ struct Attention : AttentionState {
 
   void run() {
     start();
-    if (span.windows) run_windows();
+    if (work.windows) run_windows();
     else run_body();
     finish();
   }

@@ -7,11 +7,11 @@
 namespace {
 
 using kvq::kNegInf;
-using kvq::Span;
+using kvq::Work;
 
 // The state of one call, in the caller's scratch.
 struct AttentionState {
-  const Span& span;
+  const Work& work;
   const Body &k, &v;
   Packed keys, values;
   const bool k_decoded, v_decoded, k_runs, v_runs;
@@ -20,16 +20,16 @@ struct AttentionState {
   float *token_scale, *token_zero, *elements, *scale, *zero, *angle_scale, *angle_zero, *transposed;
   float *runs_of_keys, *runs_of_values, *across_keys, *across_values;
 
-  explicit AttentionState(const Span& work)
-      : span(work), k(*work.k), v(*work.v), keys(k, work.keys), values(v, work.values),
+  explicit AttentionState(const Work& described)
+      : work(described), k(*work.k), v(*work.v), keys(k, work.keys), values(v, work.values),
         k_decoded(k.decoded()), v_decoded(v.decoded()), k_runs(k.form == kvq::kRuns),
         v_runs(v.form == kvq::kRuns) {
     channels = k.head_dim();
-    blocks = kvq::row_blocks(span.rows);
+    blocks = kvq::row_blocks(work.rows);
     k_groups = k.channel_groups(), v_groups = v.channel_groups();
     const int64_t rows = blocks * kRowBlock, widest = maximum(k.row_floats(), v.row_floats()),
                   groups = maximum(k_groups, v_groups);
-    float* next = span.scratch;
+    float* next = work.scratch;
     auto take = [&next](int64_t count) {
       float* taken = next;
       next += (count + 15) / 16 * 16;
@@ -55,7 +55,7 @@ struct AttentionState {
   }
 
   int64_t vectors() const { return (channels + kLanes - 1) / kLanes; }
-  int64_t rows_of(int64_t block) const { return minimum(kRowBlock, span.rows - block * kRowBlock); }
+  int64_t rows_of(int64_t block) const { return minimum(kRowBlock, work.rows - block * kRowBlock); }
   float* q_of(int64_t block) const { return q + block * kRowBlock * k.row_floats(); }
   float* scores_of(int64_t block) const { return scores + block * kRowBlock * kPadded; }
   float* sums_of(int64_t block) const { return sums + block * kRowBlock * v.row_floats(); }
@@ -65,18 +65,18 @@ struct AttentionState {
   }
 
   Decoder decoder(const Body& body, const Arrays& arrays, const Packed& packed) const {
-    return {body,       arrays, packed, span.capacity, elements,  token_scale,
+    return {body,       arrays, packed, work.capacity, elements,  token_scale,
             token_zero, scale,  zero,   angle_scale,   angle_zero};
   }
 
-  Runs key_runs() const { return {k, span.keys.runs, span.capacity, runs_of_keys}; }
-  Runs value_runs() const { return {v, span.values.runs, span.capacity, runs_of_values}; }
+  Runs key_runs() const { return {k, work.keys.runs, work.capacity, runs_of_keys}; }
+  Runs value_runs() const { return {v, work.values.runs, work.capacity, runs_of_values}; }
 
   void start() {
     for (int64_t r = 0; r < blocks * kRowBlock; r++) {
       float* row = q + r * k.row_floats();
       for (int64_t c = 0; c < k.row_floats(); c++)
-        row[c] = r < span.rows && c < channels ? span.q[r * channels + c] * span.scale : 0;
+        row[c] = r < work.rows && c < channels ? work.q[r * channels + c] * work.scale : 0;
       for (int64_t c = 0; c < v.row_floats(); c++) sums[r * v.row_floats() + c] = 0;
       for (int64_t i = 0; i < kLanes; i++) total[r * kLanes + i] = 0;
       for (int64_t i = 0; i < v_groups * kLanes; i++) zero_sums[r * v_groups * kLanes + i] = 0;
@@ -87,8 +87,8 @@ struct AttentionState {
         query_sums[r * k_groups + g] = sum;
       }
     }
-    if (k.affine == kvq::kChannels && !span.windows && !k_decoded) {
-      load_stored_scales(k, span.keys, 0, scale, zero);
+    if (k.affine == kvq::kChannels && !work.windows && !k_decoded) {
+      load_stored_scales(k, work.keys, 0, scale, zero);
       for (int64_t b = 0; b < blocks; b++) scale_queries(b, q_of(b));
     }
   }

@@ -156,7 +156,7 @@ struct Windows {
 
 // Attention of the query rows of one KV head over the body tokens first .. last - 1, or over the
 // windows.
-struct Span {
+struct Work {
   const Body* k;
   const Body* v;
   Arrays keys;
@@ -174,7 +174,7 @@ struct Span {
   float scale;     // of scores
   float soft_cap;  // c tanh(score / c), or 0 for none
   float* scratch;  // scratch_floats(*k, *v, rows), aligned to 64 bytes
-  bool ordered;    // the scratch still holds the matrix of these keys, as a span before left it
+  bool ordered;    // the scratch still holds the matrix of these keys, as earlier work left it
   float* m;        // [rows]: the largest score
   float* l;        // [rows]: the sum of exp(score - m)
   float* o;        // [rows, H]: the sum of exp(score - m) * value
@@ -249,6 +249,6 @@ KVQ_INLINE int64_t scratch_floats(const Body& k, const Body& v, int64_t rows) {
          + 16 * 29;                             // alignment
 }
 
-using AttendSpan = void (*)(const Span&);
+using AttendTokens = void (*)(const Work&);
 
 }  // namespace kvq

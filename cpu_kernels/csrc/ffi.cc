@@ -354,7 +354,8 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi
   call.q = q.typed_data(), call.limits = limits.typed_data();
   call.m = m->typed_data(), call.l = l->typed_data(), call.o = o->typed_data();
   try {
-    kvq::attend(call, kvq::best_kernels().attend_span, std::max<int64_t>(0, pool.num_threads() - 1),
+    kvq::attend(call, kvq::best_kernels().attend_tokens,
+                std::max<int64_t>(0, pool.num_threads() - 1),
                 [&pool](std::function<void()> work) { pool.Schedule(std::move(work)); });
   } catch (const std::bad_alloc&) {
     return ffi::Error(ffi::ErrorCode::kResourceExhausted, "kvq_decode_attention: out of memory");

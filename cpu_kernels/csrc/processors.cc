@@ -17,17 +17,17 @@ Kernels choose_kernels() {
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
       __builtin_cpu_supports("fma"))
-    return {attend_span_avx512, attend_rows_avx512, avx512_multiplier(), "avx512"};
+    return {attend_tokens_avx512, attend_rows_avx512, avx512_multiplier(), "avx512"};
 #endif
 #if defined(KVQ_AVX2)
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
       __builtin_cpu_supports("f16c"))
-    return {attend_span_avx2, attend_rows_avx2, &multiplier_avx2, "avx2"};
+    return {attend_tokens_avx2, attend_rows_avx2, &multiplier_avx2, "avx2"};
 #endif
 #if defined(__aarch64__)
-  return {attend_span_baseline, attend_rows_baseline, &multiplier_baseline, "neon"};
+  return {attend_tokens_baseline, attend_rows_baseline, &multiplier_baseline, "neon"};
 #else
-  return {attend_span_baseline, attend_rows_baseline, &multiplier_baseline, "baseline"};
+  return {attend_tokens_baseline, attend_rows_baseline, &multiplier_baseline, "baseline"};
 #endif
 }
 

@@ -7,9 +7,9 @@
 
 namespace kvq {
 
-void attend_span_baseline(const Span&);
-void attend_span_avx2(const Span&);
-void attend_span_avx512(const Span&);
+void attend_tokens_baseline(const Work&);
+void attend_tokens_avx2(const Work&);
+void attend_tokens_avx512(const Work&);
 
 void attend_rows_baseline(const PromptRows&);
 void attend_rows_avx2(const PromptRows&);
@@ -18,7 +18,7 @@ void attend_rows_avx512(const PromptRows&);
 extern const Multiplier multiplier_baseline, multiplier_avx2, multiplier_avx512, multiplier_vnni;
 
 struct Kernels {
-  AttendSpan attend_span;
+  AttendTokens attend_tokens;
   AttendRows attend_rows;
   const Multiplier* multiplier;
   const char* name;

@@ -9,8 +9,6 @@
 namespace kvq {
 namespace {
 
-// A piece of a call: one KV head of one row of the batch, and the tokens of span number `span`, or
-// the windows.
 constexpr int64_t kOfWindows = -1, kNoHead = -1;
 
 // Neighbouring places of a body that some query sees. Places + offset are the numbers of tokens.
@@ -19,8 +17,11 @@ struct Piece {
   bool before;  // the last whole round of a ring
 };
 
+// One KV head of one row of the batch, and those of the kTaskTokens places from stretch *
+// kTaskTokens on that belong to the piece, or the windows.
 struct Task {
-  int64_t row, head, span;
+  int64_t row, head;
+  int64_t stretch;  // or kOfWindows
   Piece piece;
 };
 
@@ -31,20 +32,20 @@ class Job {
  public:
   // The caller's thread allocates all memory here, because a helper that ran out of memory could
   // not report it.
-  Job(const Call& call, AttendSpan kernel, int64_t helpers) : call_(call), kernel_(kernel) {
+  Job(const Call& call, AttendTokens kernel, int64_t helpers) : call_(call), kernel_(kernel) {
     for (int64_t b = 0; b < call.batch; b++) {
       const std::vector<Piece> pieces = pieces_of(b);
       for (int64_t h = 0; h < call.heads; h++) {
         if (call.windows.q) tasks_.push_back({b, h, kOfWindows, {}});
         for (const Piece& piece : pieces)
-          for (int64_t s = piece.first / kSpan; s * kSpan < piece.last; s++)
+          for (int64_t s = piece.first / kTaskTokens; s * kTaskTokens < piece.last; s++)
             tasks_.push_back({b, h, s, piece});
       }
     }
     // Short tasks come last, so that threads end at about the same time.
     for (const bool windows : {false, true})
       for (int64_t i = 0; i < size(); i++)
-        if ((tasks_[i].span == kOfWindows) == windows) order_.push_back(i);
+        if ((tasks_[i].stretch == kOfWindows) == windows) order_.push_back(i);
     results_.resize(tasks_.size() * result_floats(call));
     helpers_ = std::max<int64_t>(0, std::min(helpers, size() - 1));
     scratch_.resize((helpers_ + 1) * scratch() + 16);
@@ -152,28 +153,28 @@ class Job {
     void* start = scratch_.data();
     size_t room = scratch_.size() * sizeof(float);
     float* result = results_.data() + i * result_floats(call_);
-    Span span{};
-    span.k = &k, span.v = &v;
-    span.keys = arrays_of(call_.keys, b, h), span.values = arrays_of(call_.values, b, h);
+    Work work{};
+    work.k = &k, work.v = &v;
+    work.keys = arrays_of(call_.keys, b, h), work.values = arrays_of(call_.values, b, h);
     const Windows windows = s == kOfWindows ? windows_of(b, h) : Windows{};
-    span.windows = s == kOfWindows ? &windows : nullptr;
-    const float* const q = span.windows                          ? call_.windows.q
+    work.windows = s == kOfWindows ? &windows : nullptr;
+    const float* const q = work.windows                          ? call_.windows.q
                            : piece.before && call_.ring.q_before ? call_.ring.q_before
                                                                  : call_.q;
-    span.q = q + (b * call_.heads + h) * call_.rows * k.head_dim();
-    span.limits = call_.limits + b * call_.queries;
-    span.lower = call_.lower ? call_.lower + b * call_.queries : nullptr;
-    span.scale = call_.scale, span.soft_cap = call_.soft_cap;
-    span.rows = call_.rows, span.queries = call_.queries, span.capacity = call_.capacity;
+    work.q = q + (b * call_.heads + h) * call_.rows * k.head_dim();
+    work.limits = call_.limits + b * call_.queries;
+    work.lower = call_.lower ? call_.lower + b * call_.queries : nullptr;
+    work.scale = call_.scale, work.soft_cap = call_.soft_cap;
+    work.rows = call_.rows, work.queries = call_.queries, work.capacity = call_.capacity;
     if (s != kOfWindows)
-      span.first = std::max(piece.first, s * kSpan),
-      span.last = std::min(piece.last, (s + 1) * kSpan), span.offset = piece.offset;
-    span.scratch = static_cast<float*>(std::align(64, 64, start, room)) + worker * scratch();
+      work.first = std::max(piece.first, s * kTaskTokens),
+      work.last = std::min(piece.last, (s + 1) * kTaskTokens), work.offset = piece.offset;
+    work.scratch = static_cast<float*>(std::align(64, 64, start, room)) + worker * scratch();
     // All rows of a batch share a head's matrix. Windows leave other things in the scratch.
-    span.ordered = k.synthesis && s != kOfWindows && ordered_[worker] == h;
+    work.ordered = k.synthesis && s != kOfWindows && ordered_[worker] == h;
     ordered_[worker] = s == kOfWindows ? kNoHead : h;
-    span.m = result, span.l = result + call_.rows, span.o = result + 2 * call_.rows;
-    kernel_(span);
+    work.m = result, work.l = result + call_.rows, work.o = result + 2 * call_.rows;
+    kernel_(work);
   }
 
   void merge_head(int64_t b, int64_t h, size_t first, size_t last) const {
@@ -197,7 +198,7 @@ class Job {
   }
 
   const Call call_;
-  const AttendSpan kernel_;
+  const AttendTokens kernel_;
   std::vector<Task> tasks_;       // by row and head, as they are merged
   std::vector<int64_t> order_;    // the order in which they begin
   std::vector<int64_t> ordered_;  // the head whose matrix each worker's scratch holds
@@ -207,7 +208,7 @@ class Job {
 
 }  // namespace
 
-void attend(const Call& call, AttendSpan kernel, int64_t helpers, const Schedule& schedule) {
+void attend(const Call& call, AttendTokens kernel, int64_t helpers, const Schedule& schedule) {
   Job job(call, kernel, helpers);
   run_tasks(job.size(), job.helpers(), schedule,
             [&job](int64_t i, int64_t worker) { job.run(i, worker); });

@@ -1,5 +1,5 @@
-// One call of decode attention: its work is cut into spans of the live length, run by any threads,
-// and merged exactly.
+// One call of decode attention: its work is cut into tasks over stretches of the live length,
+// which any threads run, and merged exactly.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +12,7 @@ namespace kvq {
 
 // Tokens of a task, a multiple of kTile. It is constant, so results do not depend on the number of
 // threads.
-constexpr int64_t kSpan = 1024;
+constexpr int64_t kTaskTokens = 1024;
 
 // Arrays of a whole batch: `row` and `head` are the bytes from one row of the batch, and from one
 // head (or group of heads), to the next.
@@ -83,7 +83,7 @@ struct Call {
   const float* q;                  // [B, K, R, H]
   const int32_t* limits;           // [B, T]
   const int32_t* lower = nullptr;  // [B, T], or null if all tokens below the limits are seen
-  float scale = 1, soft_cap = 0;   // Span of body.h
+  float scale = 1, soft_cap = 0;   // Work of body.h
   int64_t batch, heads, rows, queries, capacity;
   float* m;  // [B, K, R]
   float* l;  // [B, K, R]
@@ -91,6 +91,6 @@ struct Call {
 };
 
 // Fill m, l and o. `helpers` is how many threads `schedule` may use besides this one.
-void attend(const Call& call, AttendSpan kernel, int64_t helpers, const Schedule& schedule);
+void attend(const Call& call, AttendTokens kernel, int64_t helpers, const Schedule& schedule);
 
 }  // namespace kvq

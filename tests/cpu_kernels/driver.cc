@@ -169,7 +169,7 @@ struct Output {
   std::vector<float> m, l, o;
 };
 
-static Output run(Call call, AttendSpan kernel, int helpers) {
+static Output run(Call call, AttendTokens kernel, int helpers) {
   const int64_t rows = call.batch * call.heads * call.rows;
   Output out{std::vector<float>(rows), std::vector<float>(rows),
              std::vector<float>(rows * call.values.body.head_dim())};
@@ -182,21 +182,22 @@ static Output run(Call call, AttendSpan kernel, int helpers) {
 }
 
 // The kernels to compare with the baseline: the best one, and AVX2's too if that is AVX-512's.
-static std::vector<AttendSpan> kernels() {
-  std::vector<AttendSpan> chosen{best_kernels().attend_span};
+static std::vector<AttendTokens> kernels() {
+  std::vector<AttendTokens> chosen{best_kernels().attend_tokens};
 #if defined(__x86_64__)
-  if (!std::strcmp(best_kernels().name, "avx512")) chosen.push_back(attend_span_avx2);
+  if (!std::strcmp(best_kernels().name, "avx512")) chosen.push_back(attend_tokens_avx2);
 #endif
   return chosen;
 }
 
 // Return 0 if the kernels agree about this call, and the number of threads changes nothing.
 static int compare(const Call& call, const char* name) {
-  const Output one = run(call, attend_span_baseline, 0), many = run(call, attend_span_baseline, 3);
+  const Output one = run(call, attend_tokens_baseline, 0),
+               many = run(call, attend_tokens_baseline, 3);
   double size = 0, worst = 0;
   for (float x : one.o) size += std::pow(double(x), 2);
   bool close = size > 0;
-  for (AttendSpan kernel : kernels()) {
+  for (AttendTokens kernel : kernels()) {
     const Output other = run(call, kernel, 2);
     double difference = 0;
     for (size_t i = 0; i < one.o.size(); i++)

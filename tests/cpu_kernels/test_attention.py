@@ -45,10 +45,10 @@ def test_every_layout_is_read_as_it_was_written(case: str, group: int, tokens: i
     )
 
 
-def test_every_head_has_its_own_matrix_in_all_spans_and_rows():
+def test_every_head_has_its_own_matrix_in_all_tasks_and_rows():
     """A thread that goes on with the same head keeps its matrix."""
     k, v = CASES["runs of mixed keys"]
-    capacity = 65 * k.block  # three spans
+    capacity = 65 * k.block  # three tasks of each head
     q, keys, values, k_hat, v_hat = inputs("runs of mixed keys", 1, 1, capacity)
     limits = np.full((BATCH, 1), capacity, np.int32)
     _, l, o = decode_attention(q, (k.body, keys), (v.body, values), limits, capacity=capacity)
@@ -169,7 +169,7 @@ def test_tokens_whose_scores_are_minus_infinity_weigh_nothing():
     k, v = CASES["dense fp32"]
     q, keys, values, *_ = inputs("dense fp32", 2, 1, 1100)
     q, keys[0] = np.abs(q), keys[0].copy()
-    keys[0][0, :, :1050], keys[0][1] = -np.inf, -np.inf  # a whole span, and all of them
+    keys[0][0, :, :1050], keys[0][1] = -np.inf, -np.inf  # the tokens of a task, and all of them
     limits = np.full((BATCH, 1), 1100, np.int32)
     m, l, o = decode_attention(q, (k.body, keys), (v.body, values), limits, capacity=1100)
     want = attention(q[:1], keys[0][:1, :, 1050:], values[0][:1, :, 1050:], limits[:1] - 1050)
