@@ -75,7 +75,7 @@ inline int64_t bundle(const Body& body, int64_t slot, Bundle* bundles) {
 }
 
 // Tokens of one slot in successive rows of words. The first row is number `token` of a tile.
-struct Run {
+struct TokenRun {
   int64_t token, row, slot, count;
 };
 

@@ -123,7 +123,7 @@ struct Decoder {
   void for_numbers(int64_t first, int64_t from, int64_t to, Function function) const {
     packed.with_codes([&](const auto& numbers) {
       for (int64_t at = from; at < to;) {
-        const Run run = packed.run_from(first, at, to);
+        const TokenRun run = packed.run_from(first, at, to);
         const Bundle *bundles = packed.bundles_of(run.slot),
                      *end = bundles + packed.count_of(run.slot);
         const Rows words(packed, run.row);

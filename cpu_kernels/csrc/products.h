@@ -76,7 +76,7 @@ struct Packed {
 
   // The run from token number `at` of the tile that begins at token `start`, up to number `to` at
   // most.
-  Run run_from(int64_t start, int64_t at, int64_t to) const {
+  TokenRun run_from(int64_t start, int64_t at, int64_t to) const {
     if (body.slots == 1) return {at, start + at, 0, to - at};
     const int64_t first = start + at, rows = int64_t(1) << rows_bits,
                   within = first & (body.span - 1), row = within & (rows - 1);
@@ -175,7 +175,7 @@ void score(const Packed& packed, int64_t rows, const float* q, int64_t start, in
     for_rows(rows, [&](auto number) {
       constexpr int R = decltype(number)::value;
       for (int64_t at = from; at < to;) {
-        const Run run = packed.run_from(start, at, to);
+        const TokenRun run = packed.run_from(start, at, to);
         const Bundle *bundles = packed.bundles_of(run.slot),
                      *end = bundles + packed.count_of(run.slot);
         const auto of_token = [&](int64_t t) {
@@ -209,7 +209,7 @@ struct Weights {
 // multiplied with the sum, or null.
 template <int R, int B, int F, bool kShared, bool kElements, class Numbers>
 inline void weigh_fields(const Packed& packed, const Numbers& numbers, int64_t index, int field,
-                         const Run* runs, int64_t count, const Weights& weights,
+                         const TokenRun* runs, int64_t count, const Weights& weights,
                          const float* elements, const float* scale, float* sums) {
   constexpr int V = B * F;
   const int64_t stride = packed.body.padded(), ahead = kAhead / packed.body.slots;
@@ -221,7 +221,7 @@ inline void weigh_fields(const Packed& packed, const Numbers& numbers, int64_t i
     element[j] = kElements ? elements + channel : nullptr;
   }
   Floats acc[R][V] = {};
-  for (const Run* run = runs; run < runs + count; run++) {
+  for (const TokenRun* run = runs; run < runs + count; run++) {
     const Bundle* bundle = packed.bundles_of(run->slot) + index;
     const Rows rows(packed, run->row);
     Shift low_shift[V], high_shift[V];
@@ -257,7 +257,7 @@ inline void weigh_fields(const Packed& packed, const Numbers& numbers, int64_t i
 template <bool kShared, bool kElements>
 void weigh(const Packed& packed, int64_t rows, const Weights& weights, int64_t start, int64_t from,
            int64_t to, const float* elements, const float* scale, float* sums) {
-  Run runs[kTile];
+  TokenRun runs[kTile];
   int64_t count = 0;
   for (int64_t at = from; at < to; at += runs[count++].count)
     runs[count] = packed.run_from(start, at, to);
@@ -265,7 +265,7 @@ void weigh(const Packed& packed, int64_t rows, const Weights& weights, int64_t s
   packed.with_codes([&](const auto& numbers) {
     for_rows(rows, [&](auto number) {
       constexpr int R = decltype(number)::value;
-      for (const Run* run = runs; run < runs + count; run += together) {
+      for (const TokenRun* run = runs; run < runs + count; run += together) {
         const Bundle* bundles = packed.bundles_of(run->slot);
         const int64_t last = packed.count_of(run->slot);
         // True if so many bundles from number b on have this size.

@@ -27,7 +27,7 @@ class RunsAcross {
     for (int64_t width = kRunWidths; width > 0; width--) {
       const int64_t channels = body_.run_channels[width - 1], slots = kvq::run_slots(width);
       if (!channels) continue;
-      Run& run = all_[count_++];
+      ChannelRun& run = all_[count_++];
       run = {width,
              start,
              channels,
@@ -80,7 +80,7 @@ class RunsAcross {
         rest(c)[t] = mean()[c] * cosine - mean()[c + 1] * sine;
         rest(c + 1)[t] = mean()[c + 1] * cosine + mean()[c] * sine;
       }
-    for_runs([&](auto, const Run& run) {
+    for_runs([&](auto, const ChannelRun& run) {
       for (int64_t c = run.start; c < run.start + run.channels; c++) {
         const float step = scale()[c] * runs_.arrays.steps[run.width - 1];
         scale()[c] = step, least()[c] = -step * offset_of(run);
@@ -100,7 +100,7 @@ class RunsAcross {
   // Transpose the words of kDecoded tokens from body token `first` on, into group number `group` of
   // kGroups.
   void read(int64_t first, int64_t group) const {
-    for_runs([&](auto sets, const Run& run) {
+    for_runs([&](auto sets, const ChannelRun& run) {
       for (int s = 0; s < decltype(sets)::value; s++) {
         const Set& set = run.sets[s];
         const int64_t of_span = set.copies * body_.span / kDecoded;
@@ -123,7 +123,7 @@ class RunsAcross {
   // read first.
   void put_numbers() const {
     typedef int16_t Halves __attribute__((vector_size(4 * kLanes)));
-    for_runs([&](auto sets, const Run& run) {
+    for_runs([&](auto sets, const ChannelRun& run) {
       constexpr int kSets = decltype(sets)::value;
       const int16_t multiple = int16_t(runs_.multiple_of(run.width)),
                     least = int16_t(multiple * (1 - (1 << run.width)));
@@ -168,7 +168,7 @@ class RunsAcross {
     Shift shifts[kVectors];
   };
 
-  struct Run {
+  struct ChannelRun {
     int64_t width, start, channels, rows;
     Uints exponent;
     Set sets[3];
@@ -178,7 +178,7 @@ class RunsAcross {
   const Body& body_;
   Uints* words_ = nullptr;  // of each set [kGroups, copies, channels]
   float* tables_ = nullptr;
-  Run all_[kRunWidths];
+  ChannelRun all_[kRunWidths];
   int count_ = 0;
 
   float* scale() const { return tables_; }
@@ -191,11 +191,11 @@ class RunsAcross {
   }
 
   // Return the offset of codes as numbers.
-  static float offset_of(const Run& run) { return float(3 << run.width) / 2 - 0.5f; }
+  static float offset_of(const ChannelRun& run) { return float(3 << run.width) / 2 - 0.5f; }
 
   template <class Function>
   void for_runs(Function function) const {
-    for (const Run* run = all_; run < all_ + count_; run++)
+    for (const ChannelRun* run = all_; run < all_ + count_; run++)
       switch (__builtin_popcountll(run->width)) {
         case 1:
           function(Number<1>{}, *run);
@@ -210,13 +210,14 @@ class RunsAcross {
 
   // 2^width + code of channel c of a run, for vector v of tokens of a group.
   template <int kSets>
-  KVQ_INLINE Floats number_at(const Run& run, int64_t c, int64_t group, int v) const {
+  KVQ_INLINE Floats number_at(const ChannelRun& run, int64_t c, int64_t group, int v) const {
     return (Floats)field_at<kSets>(run, c, group, v, run.exponent);
   }
 
   // `bits` with the code in the highest bits of a mantissa.
   template <int kSets>
-  KVQ_INLINE Uints field_at(const Run& run, int64_t c, int64_t group, int v, Uints bits) const {
+  KVQ_INLINE Uints field_at(const ChannelRun& run, int64_t c, int64_t group, int v,
+                            Uints bits) const {
     for (int s = 0; s < kSets; s++) {
       const Set& set = run.sets[s];
       const Uints word = words_[set.place + (group * set.copies + set.copy[v]) * run.channels + c];
@@ -231,7 +232,7 @@ class RunsAcross {
     for (int at = 0; at < kVectors; at += kAcross) {
       Floats sums[R][kAcross] = {}, factor[kAcross];
       for (int u = 0; u < kAcross; u++) factor[u] = load(factors + (at + u) * kLanes);
-      for_runs([&](auto sets, const Run& run) {
+      for_runs([&](auto sets, const ChannelRun& run) {
         for (int64_t i = 0; i < run.channels; i += 2) {
           const int64_t c = run.start + i;
           for (int u = 0; u < kAcross; u++) {
@@ -261,7 +262,7 @@ class RunsAcross {
   template <int R>
   void weigh_rows(int64_t groups, const float* weights, float* sums) const {
     const int64_t stride = body_.row_floats();
-    for_runs([&](auto sets, const Run& run) {
+    for_runs([&](auto sets, const ChannelRun& run) {
       const float step = runs_.arrays.steps[run.width - 1], offset = offset_of(run);
       for (int64_t i = 0; i < run.channels; i += 2) {
         Floats acc[8] = {};
