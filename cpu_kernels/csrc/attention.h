@@ -78,11 +78,11 @@ struct Attention : AttentionState {
         float starts[kRowBlock];
         for (int64_t r = 0; r < rows_of(b); r++)
           starts[r] = scaled_tokens ? 0 : sum_of_lanes(load(bias_of_block(b) + r * kLanes));
-        const Affinity affinity =
-            scaled_tokens ? Affinity{token_scale + at, token_zero + at} : Affinity{};
+        const ScaleAndZero affine =
+            scaled_tokens ? ScaleAndZero{token_scale + at, token_zero + at} : ScaleAndZero{};
         const float *queries = grouped ? scaled : q_of(b),
                     *sums_of_queries = query_sums + b * kRowBlock * k_groups;
-        across.score(rows_of(b), queries, at % k.span, step, starts, sums_of_queries, affinity,
+        across.score(rows_of(b), queries, at % k.span, step, starts, sums_of_queries, affine,
                      scores_of(b) + at);
       }
     }

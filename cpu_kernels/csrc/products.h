@@ -21,7 +21,7 @@ enum class Scaling {
 
 // Scales of numbers as they are made, and what is added to them (kTokens), or to the sums of lanes
 // [rows, kLanes] (kNone).
-struct Affinity {
+struct ScaleAndZero {
   const float* scale;
   const float* zero;
 };
@@ -131,12 +131,12 @@ KVQ_INLINE void put_sums(const Floats* sums, float* scores) {
 template <int R, int T, Scaling kScaling, class Numbers>
 KVQ_INLINE void score_tokens(const Packed& packed, const Numbers& numbers, const Bundle* bundles,
                              const Bundle* end, const Rows& rows, const float* q,
-                             const Affinity& affinity, float* scores) {
+                             const ScaleAndZero& affine, float* scores) {
   const int64_t stride = packed.body.padded();
   Floats sums[R * T] = {};
   // Offsets come first, so that sums stay small, and so do their errors.
   if (kScaling == Scaling::kNone)
-    for (int i = 0; i < R * T; i++) sums[i] = load(affinity.zero + i / T * kLanes);
+    for (int i = 0; i < R * T; i++) sums[i] = load(affine.zero + i / T * kLanes);
   for (const Bundle* bundle = bundles; bundle < end; bundle++) {
     Uints low[T], high[T] = {};
     for (int i = 0; i < T; i++) low[i] = rows.load(0, i, bundle->place[0]);
@@ -148,9 +148,9 @@ KVQ_INLINE void score_tokens(const Packed& packed, const Numbers& numbers, const
       for (int i = 0; i < T; i++) {
         x[i] = numbers.at(low[i], high[i], low_shift, high_shift);
         if (kScaling == Scaling::kTokens)
-          x[i] = x[i] * affinity.scale[field.group + i] + affinity.zero[field.group + i];
+          x[i] = x[i] * affine.scale[field.group + i] + affine.zero[field.group + i];
         if (kScaling == Scaling::kElements)
-          x[i] *= load(affinity.scale + i * stride + field.vector * kLanes);
+          x[i] *= load(affine.scale + i * stride + field.vector * kLanes);
       }
       for (int r = 0; r < R; r++) {
         const Floats y = load(q + r * stride + field.vector * kLanes);
@@ -163,11 +163,11 @@ KVQ_INLINE void score_tokens(const Packed& packed, const Numbers& numbers, const
 
 constexpr int kTogether = kLanes == 16 ? 4 : 2;  // tokens whose scores are summed in registers
 
-// Compute scores[r, t] for tokens start + from .. start + to - 1 of the body. `affinity` is of the
+// Compute scores[r, t] for tokens start + from .. start + to - 1 of the body. `affine` is of the
 // tile's tokens, scaled by `kScaling`.
 template <Scaling kScaling>
 void score(const Packed& packed, int64_t rows, const float* q, int64_t start, int64_t from,
-           int64_t to, const Affinity& affinity, float* scores) {
+           int64_t to, const ScaleAndZero& affine, float* scores) {
   const int64_t apart = kScaling == Scaling::kElements ? packed.body.padded()
                         : kScaling == Scaling::kTokens ? 1
                                                        : 0;
@@ -179,8 +179,8 @@ void score(const Packed& packed, int64_t rows, const float* q, int64_t start, in
         const Bundle *bundles = packed.bundles_of(run.slot),
                      *end = bundles + packed.count_of(run.slot);
         const auto of_token = [&](int64_t t) {
-          return Affinity{affinity.scale + t * apart,
-                          affinity.zero + (kScaling == Scaling::kTokens ? t : 0)};
+          return ScaleAndZero{affine.scale + t * apart,
+                              affine.zero + (kScaling == Scaling::kTokens ? t : 0)};
         };
         int64_t i = 0;
         if constexpr (kScaling != Scaling::kElements)

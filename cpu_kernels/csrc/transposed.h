@@ -113,15 +113,15 @@ class Transposed {
   // starts[r] + q[r] . x[t], or, if groups g of channels have scales and zero points, both [groups,
   // kTile], the sum over groups of scale[g, t] q_g[r] . x_g[t] + zero[g, t] sums[r, g].
   void score(int64_t rows, const float* q, int64_t from, int64_t count, const float* starts,
-             const float* sums, const Affinity& affinity, float* scores) const {
+             const float* sums, const ScaleAndZero& affine, float* scores) const {
     packed_.with_codes([&](const auto& numbers) {
       for_rows(rows, [&](auto number) {
         constexpr int R = decltype(number)::value;
         for (int64_t t = 0; t < count; t += kAcross * kLanes) {
-          if (affinity.scale)
+          if (affine.scale)
             score_vectors<R, true>(numbers, q, from + t, nullptr, sums,
-                                   {affinity.scale + t, affinity.zero + t}, scores + t);
-          else score_vectors<R, false>(numbers, q, from + t, starts, nullptr, affinity, scores + t);
+                                   {affine.scale + t, affine.zero + t}, scores + t);
+          else score_vectors<R, false>(numbers, q, from + t, starts, nullptr, affine, scores + t);
         }
       });
     });
@@ -142,7 +142,7 @@ class Transposed {
 
   template <int R, bool kGroups, class Numbers>
   KVQ_INLINE void score_vectors(const Numbers& numbers, const float* q, int64_t at,
-                                const float* starts, const float* sums, const Affinity& affinity,
+                                const float* starts, const float* sums, const ScaleAndZero& affine,
                                 float* scores) const {
     const int64_t stride = body_.padded(),
                   group = kGroups ? body_.group / kLanes : vectors_of(body_);
@@ -174,8 +174,8 @@ class Transposed {
         for (int u = 0; u < kAcross; u++) {
           if (kGroups)
             totals[r][u] +=
-                acc[r][u] * load(affinity.scale + g * kTile + u * kLanes) +
-                load(affinity.zero + g * kTile + u * kLanes) * sums[r * body_.channel_groups() + g];
+                acc[r][u] * load(affine.scale + g * kTile + u * kLanes) +
+                load(affine.zero + g * kTile + u * kLanes) * sums[r * body_.channel_groups() + g];
           else totals[r][u] = acc[r][u];
         }
     }
@@ -192,8 +192,8 @@ class Transposed {
   Transposed(const Packed&, float*) {}
   static bool served(const Body&) { return false; }
   void read(int64_t) const {}
-  void score(int64_t, const float*, int64_t, int64_t, const float*, const float*, const Affinity&,
-             float*) const {}
+  void score(int64_t, const float*, int64_t, int64_t, const float*, const float*,
+             const ScaleAndZero&, float*) const {}
 };
 
 #endif
