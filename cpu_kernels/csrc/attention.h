@@ -49,7 +49,7 @@ struct Attention : AttentionState {
       return;
     }
     const bool grouped = k.affine == kvq::kTokenGroups;
-    const int64_t step = grouped ? divisor(k.group, kTile) : kTile;
+    const int64_t step = grouped ? greatest_common_divisor(k.group, kTile) : kTile;
     for (int64_t at = from / step * step; at < live; at += step) {
       if (grouped) load_stored_scales(k, work.keys, (first + at) / k.group, scale, zero);
       for (int64_t b = 0; b < blocks; b++) {
@@ -67,7 +67,7 @@ struct Attention : AttentionState {
                grouped = k.affine == kvq::kTokenGroups;
     if (scaled_tokens)
       load_token_scales(k, work.keys, work.capacity, first, live, token_scale, token_zero);
-    const int64_t step = grouped ? divisor(k.group, k.span) : k.span;
+    const int64_t step = grouped ? greatest_common_divisor(k.group, k.span) : k.span;
     const int64_t start = from / k.span * k.span;
     for (int64_t at = start; at < live; at += step) {
       if (at % k.span == 0) across.read(first + at);
@@ -171,13 +171,13 @@ struct Attention : AttentionState {
       end = maximum(0, minimum(work.limits[query] - start, live));
     }
     for (int64_t t = 0; t < begin; t++) out[t] = kNegInf;
-    for (int64_t t = end; t < rounded(live); t++) out[t] = kNegInf;
+    for (int64_t t = end; t < whole_vectors(live); t++) out[t] = kNegInf;
   }
 
   // Turn the scores of a block into weights exp(score - m), or 0 for tokens that the row does not
   // see.
   void weights_of_tile(int64_t block, int64_t first, int64_t from, int64_t live) {
-    const int64_t padded = rounded(live);
+    const int64_t padded = whole_vectors(live);
     for (int64_t i = 0; i < rows_of(block); i++) {
       const int64_t row = block * kRowBlock + i;
       float* out = scores_of(block) + i * kPadded;
@@ -231,7 +231,7 @@ struct Attention : AttentionState {
       return;
     }
     const bool grouped = v.affine == kvq::kTokenGroups;
-    const int64_t step = grouped ? divisor(v.group, kTile) : kTile;
+    const int64_t step = grouped ? greatest_common_divisor(v.group, kTile) : kTile;
     for (int64_t at = from / step * step; at < live; at += step) {
       const int64_t begin = maximum(at, from), end = minimum(at + step, live);
       if (grouped) load_channel_scales(v, work.values, (first + at) / v.group, scale, zero);

@@ -14,7 +14,8 @@ using kvq::kTile;
 inline int64_t minimum(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t maximum(int64_t a, int64_t b) { return a > b ? a : b; }
 
-inline int64_t divisor(int64_t a, int64_t b) {
+// In place of std::gcd, which translation units for different processors would share (vectors.h).
+inline int64_t greatest_common_divisor(int64_t a, int64_t b) {
   while (b) {
     const int64_t rest = a % b;
     a = b;
@@ -23,7 +24,8 @@ inline int64_t divisor(int64_t a, int64_t b) {
   return a;
 }
 
-inline int64_t rounded(int64_t count) { return (count + kLanes - 1) / kLanes * kLanes; }
+// `count` with padding to whole vectors.
+inline int64_t whole_vectors(int64_t count) { return (count + kLanes - 1) / kLanes * kLanes; }
 
 // Vectors of kLanes neighbouring channels of a token whose codes lie in the same words, each at a
 // different shift. The bundles of a slot follow each other, and together hold every vector of
@@ -165,7 +167,7 @@ void shift_zeros(const Body& body, int64_t count, const float* scale, float* zer
 // kTile]. They are 0 for tokens from `live` on, whose stored values may be anything.
 void load_token_scales(const Body& body, const Arrays& arrays, int64_t capacity, int64_t first,
                        int64_t live, float* scale, float* zero) {
-  const int64_t groups = body.channels / body.group, padded = (live + kLanes - 1) / kLanes * kLanes;
+  const int64_t groups = body.channels / body.group, padded = whole_vectors(live);
   for (int64_t g = 0; g < groups; g++) {
     float *s = scale + g * kTile, *z = zero + g * kTile;
     load_floats(arrays.scale, body.scale_type, g * capacity + first, live, s);

@@ -157,9 +157,10 @@ struct Decoder {
   }
 
   void decode_channel_scales(int64_t first, int64_t count) const {
-    const int64_t stride = body.row_floats(), step = body.affine == kvq::kTokenGroups
-                                                         ? divisor(body.group, kDecoded)
-                                                         : kDecoded;
+    const int64_t stride = body.row_floats(),
+                  step = body.affine == kvq::kTokenGroups
+                             ? greatest_common_divisor(body.group, kDecoded)
+                             : kDecoded;
     for (int64_t from = 0; from < count; from += step) {
       const int64_t to = minimum(from + step, count), group = (first + from) / body.group;
       if (body.form == kvq::kPolar) {

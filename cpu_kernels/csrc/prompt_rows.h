@@ -201,7 +201,7 @@ struct PromptAttention {
   // the sums of earlier blocks are multiplied by.
   float weigh_row(float* scores, int64_t begin, int64_t end, int64_t most, float& m,
                   float& l) const {
-    const int64_t whole = (most + kLanes - 1) / kLanes * kLanes;
+    const int64_t whole = whole_vectors(most);
     if (part.soft_cap > 0) cap_scores(scores, 0, whole, part.soft_cap * kLog2E);
     for (int64_t t = 0; t < minimum(begin, whole); t++) scores[t] = kvq::kNegInf;
     for (int64_t t = end; t < whole; t++) scores[t] = kvq::kNegInf;

@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <numeric>
 #include <thread>
 #include <vector>
 
@@ -26,8 +27,6 @@ static std::vector<T> random_array(int64_t count, uint32_t mask) {
   return values;
 }
 
-static int64_t divisor(int64_t a, int64_t b) { return b ? divisor(b, a % b) : a; }
-
 // The same as plane_layout of pallas_kernels/tiles/layout.py.
 static Body layout(int64_t bits, int64_t channels, int64_t block) {
   Body b{};
@@ -41,9 +40,9 @@ static Body layout(int64_t bits, int64_t channels, int64_t block) {
   const int64_t fields = 16 / (bits == b.low_bits ? bits : bits - b.low_bits);
   const bool wide = bits == b.low_bits && channels % 32 == 0 && channels / 32 % fields == 0;
   b.width = wide ? 32 : 16, b.chunks = (channels + b.width - 1) / b.width,
-  b.span = divisor(block, 32);
-  b.slots = divisor(fields / divisor(fields, b.chunks), b.span);
-  const int64_t unit = fields / divisor(fields, b.slots);
+  b.span = std::gcd(block, int64_t(32));
+  b.slots = std::gcd(fields / std::gcd(fields, b.chunks), b.span);
+  const int64_t unit = fields / std::gcd(fields, b.slots);
   b.chunks = (b.chunks + unit - 1) / unit * unit;
   return b;
 }
