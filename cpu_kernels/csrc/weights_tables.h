@@ -100,7 +100,7 @@ KVQ_INLINE void multiply_outputs(const PanelProduct& product, int64_t output,
   for (int v = 0; v < V; v++) widen_levels(weights.tables, output + v, levels[v]);
   constexpr int kSums = (T * V + 7) / 8 * 8;
   Floats sums[kSums] = {};
-  // Where word w is entry w % kLaneWords of its run.
+  // The address in `by_word` of word w, which is entry w % kLaneWords of its run.
   const auto x_of = [&](int64_t w) __attribute__((always_inline)) {
     return block.by_word + first * kvq::kLaneWords + w / kvq::kLaneWords * kvq::kLaneRun * S +
            w % kvq::kLaneWords;
