@@ -1,3 +1,3 @@
-"""C++ kernels for CPUs: decode attention over the packed words of a cache's body, as custom calls
-of XLA. Imports only JAX.
+"""C++ kernels for CPUs, as custom calls of XLA: attention in decode steps and prompts, products
+with packed weights, and writes into a cache's body. Imports nothing else of this project.
 """
