@@ -79,18 +79,18 @@ def _load() -> ctypes.CDLL | str:
         sources = library.kvq_sources().decode()
     except (OSError, AttributeError) as error:
         return f"{file.name} cannot be loaded: {error}; {_REMEDY}"
-    if sources != _digest(sources):
+    if _digest() not in (None, sources):
         return f"{file.name} was compiled from other sources; {_REMEDY}"
     return library
 
 
-def _digest(default: str) -> str:
-    """Return the hash of the sources, computed as in setup.py, or `default` if they are not here,
-    as in an installation.
+def _digest() -> str | None:
+    """Return the hash of the sources, computed as in setup.py, or None if they are not here, as in
+    an installation.
     """
     folder = _FOLDER / "csrc"
     if not folder.is_dir():
-        return default
+        return None
     return hashlib.sha256(
         b"".join(file.read_bytes() for file in sorted(folder.iterdir()))
     ).hexdigest()[:16]
