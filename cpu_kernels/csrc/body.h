@@ -228,6 +228,10 @@ KVQ_INLINE int64_t across_floats(const Body& body) {
   return words * kTile + (body.rotated ? 3 + 2 * kDecoded : 0) * (words ? body.channels : 0);
 }
 
+// Arrays that AttentionState takes from its scratch, at most. Up to 15 floats are lost before each,
+// because it begins at a multiple of 64 bytes.
+constexpr int64_t kMostTakes = 29;
+
 KVQ_INLINE int64_t scratch_floats(const Body& k, const Body& v, int64_t rows) {
   const int64_t padded = row_blocks(rows) * kRowBlock,
                 widest = k.row_floats() > v.row_floats() ? k.row_floats() : v.row_floats();
@@ -246,7 +250,7 @@ KVQ_INLINE int64_t scratch_floats(const Body& k, const Body& v, int64_t rows) {
          + transposed_floats(k)                 // words
          + run_floats(k) + run_floats(v)        // vectors of runs
          + across_floats(k) + across_floats(v)  // or their words
-         + 16 * 29;                             // alignment
+         + 16 * kMostTakes;                     // alignment
 }
 
 using AttendTokens = void (*)(const Work&);

@@ -42,12 +42,15 @@ KVQ_INLINE int64_t padded_channels(int64_t channels) {
   return (channels + kLongest - 1) / kLongest * kLongest;
 }
 
+// Arrays that PromptAttention takes from its scratch, at most (kMostTakes of body.h).
+constexpr int64_t kMostPromptTakes = 8;
+
 KVQ_INLINE int64_t prompt_scratch(int64_t rows, int64_t channels) {
   const int64_t width = padded_channels(channels);
   return 2 * whole_tiles(rows) * (width + 8)  // queries, weighted values, maxima and sums
          + 2 * kKeyBlock * width              // a block of keys and of values
          + kRowTile * kKeyBlock               // scores
-         + 16 * 8;                            // alignment
+         + 16 * kMostPromptTakes;             // alignment
 }
 
 using AttendRows = void (*)(const PromptRows&);
