@@ -174,7 +174,7 @@ struct PromptAttention {
     return Type::load_at(some, 0);
   }
 
-  // Add the loaded block, of which a row sees the keys begin(row) .. end(row) - 1, within the block.
+  // Add the loaded block. Of its keys, a row sees begin(row) .. end(row) - 1, counted in the block.
   template <class Begin, class End>
   void add_block(Begin begin, End end) {
     for (int64_t first = 0; first < tiled; first += kRowTile) {

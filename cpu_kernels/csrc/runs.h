@@ -217,7 +217,7 @@ struct Runs {
         function(s, width, arrays.synthesis + s * body.channels);
   }
 
-  // Put u synthesis + mean of T tokens from token t of `vectors` on, in V vectors from channel c on.
+  // Put u synthesis + mean of T tokens from token t of `vectors` on, V vectors from channel c on.
   template <int T, int V>
   KVQ_INLINE void mix(const float* factors, int64_t t, int64_t c) const {
     Ints sums[T][V] = {};

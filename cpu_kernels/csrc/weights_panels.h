@@ -249,8 +249,8 @@ inline void multiply_block(const PanelProduct& product, int64_t panel, const Tok
       multiply_lanes<Codes, kGroup, T, S, V>(product, panel, lane, block, first);
 }
 
-// The same as multiply_lanes for several blocks of kTokenBlock rows, which meet the codes of a group
-// after each other: it becomes floats once for all of them.
+// The same as multiply_lanes for several blocks of kTokenBlock rows, which meet the codes of a
+// group after each other: it becomes floats once for all of them.
 template <class Codes, int kGroup, int T, int V>
 KVQ_INLINE void multiply_blocks(const PanelProduct& product, int64_t panel, int64_t lane,
                                 const TokenBlock* blocks, int64_t count) {
