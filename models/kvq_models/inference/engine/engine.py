@@ -164,17 +164,21 @@ class Engine:
         """
         if not self.idle:
             raise ValueError("an engine is warmed up before it has requests")
-        rows, sweep, self._rows, self._sweep = self._rows, self._sweep, None, None
-        buffers = self.cache, self._row, self._offsets, self._no_logits
-        beside = () if rows is None else (lambda: rows.scope,)
-        compile_at_once(self._model, *buffers, self.widths[0], self.implementation, beside)
-        for request in (Request((0,) * self.widths[0], 0), Request((0,), 2)):
-            self.submit(request)
-            while not self.idle:
-                self.advance()
+        rows, sweep = self._rows, self._sweep
+        self._rows = self._sweep = None  # the requests of the warm-up are neither kept nor verified
+        try:
+            buffers = self.cache, self._row, self._offsets, self._no_logits
+            beside = () if rows is None else (lambda: rows.scope,)
+            compile_at_once(self._model, *buffers, self.widths[0], self.implementation, beside)
+            for request in (Request((0,) * self.widths[0], 0), Request((0,), 2)):
+                self.submit(request)
+                while not self.idle:
+                    self.advance()
+        finally:
+            self._rows, self._sweep = rows, sweep
         if sweep is not None:
             sweep.compile(self.cache, self._row)
-        self.counts, self._rows, self._sweep = Counts(), rows, sweep
+        self.counts = Counts()
         self._compiler = Compiler(self.llama, self._row_layout, self.implementation, self.widths[0])
         wider = [(width, False) for width in self.widths[1:]]
         self._compiler.start(wider)

@@ -144,3 +144,22 @@ def test_a_row_that_was_damaged_while_it_was_empty_is_replaced(engine: Engine, l
     engine._row = flip(engine._row, "ring", 0)
     assert answer(engine, ASKED) == expected
     assert engine.counts.damaged == 1
+
+
+def test_after_a_failed_warm_up_another_one_keeps_prefixes_and_verification(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+):
+    def no_room(*args) -> None:
+        raise RuntimeError("no room for a program")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("kvq_models.inference.engine.engine.compile_at_once", no_room)
+        with pytest.raises(RuntimeError, match="no room"):
+            engine.warm_up()
+    engine.warm_up()
+    expected = answer(engine, ASKED)
+    assert answer(engine, ASKED) == expected
+    assert engine.counts.prefix_hits == 1, "prompts are no longer kept"
+    engine._row = flip(engine._row, "ring", 0)
+    assert answer(engine, ASKED) == expected
+    assert engine.counts.damaged == 1, "memory is no longer verified"
