@@ -140,6 +140,7 @@ def read_items(
     for number, line in enumerate(text_input.read_text(options.prompts).split("\n"), start=1):
         if not line.strip():
             continue
+        default_id = number - 1  # lines count from 0 in ids, from 1 in messages
         try:
             fields = parse_json(line)
             if isinstance(fields, str):
@@ -147,10 +148,10 @@ def read_items(
             request = _request(fields, options, config, tokenizer, base)
             need = len(request.prompt) + request.max_new_tokens
             request.check(config.vocab_size, options.capacity or max(need, 1))
-            name = fields.get("id", number - 1)
-            if not isinstance(name, str | int) or isinstance(name, bool):
-                raise ValueError(f"id must be a text or an integer, got {name!r}")
-            text_input.check_text(str(name), "the id")
+            prompt_id = fields.get("id", default_id)
+            if not isinstance(prompt_id, str | int) or isinstance(prompt_id, bool):
+                raise ValueError(f"id must be a text or an integer, got {prompt_id!r}")
+            text_input.check_text(str(prompt_id), "the id")
         except json.JSONDecodeError as error:
             raise console.UserError(
                 f"{options.prompts}, line {number}: write a text in quotes or an object, as JSON"
@@ -162,12 +163,14 @@ def read_items(
             json.dumps([settings, dataclasses.astuple(request)]).encode()
         ).hexdigest()[:16]
         plain = not options.chat and "prompt" in fields
-        items.append(PromptLine(name, digest, request, plain))
+        items.append(PromptLine(prompt_id, digest, request, plain))
     if not items:
         raise console.UserError(f"{options.prompts!r} has no prompts; write one on each line")
-    ((name, count),) = Counter(item.id for item in items).most_common(1)
+    ((prompt_id, count),) = Counter(item.id for item in items).most_common(1)
     if count > 1:
-        raise console.UserError(f"{options.prompts!r} has {count} prompts with the id {name!r}")
+        raise console.UserError(
+            f"{options.prompts!r} has {count} prompts with the id {prompt_id!r}"
+        )
     return items
 
 

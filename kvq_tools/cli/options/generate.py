@@ -34,9 +34,9 @@ With --prompts, each line of the file is a quoted text or an object:
   {{"prompt": TEXT}}
   {{"prompt_ids": [1, 2]}}
   {{"messages": [{{"role": "user", "content": TEXT}}]}}
-An object may also have "id" (default: the line's number), "max_new_tokens",
-"temperature", "top_k", "top_p", "min_p" and "seed". Answers are written as they
-come. Run the command again to continue where it stopped.
+An object may also have "id" (default: the line's number, counted from 0),
+"max_new_tokens", "temperature", "top_k", "top_p", "min_p" and "seed". Answers
+are written as they come. Run the command again to continue where it stopped.
 
 {shared.CACHE_GRAMMAR}"""
 
