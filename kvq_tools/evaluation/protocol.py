@@ -267,16 +267,17 @@ def _measured(
 def choice(
     name: str,
     spec: kvq.cache.CacheSpec,
-    bits: float,
+    resident_bits: float,
     measured: Measured,
     windows: Sequence[int],
     share: float,
 ) -> Choice:
-    """Return a cache as `kvq report` compares it: by resident bits, KL and the windows' KL."""
+    """Return a cache as the verdict compares it: by resident bits (`kvq report` counts stored
+    ones), KL and the windows' KL."""
     kl = measured.kl(windows).value
     return Choice(
         name=name,
-        bits=bits,
+        bits=resident_bits,
         kl=kl,
         numbers=f"KL {kl:.2g}, {measured.agreement(windows):.0%} of likeliest tokens kept",
         windows=WindowSizes(spec.sink, spec.recent, 1 - share),

@@ -1,4 +1,5 @@
-"""Say which of several caches to take: a sentence computed from stored bits and KL.
+"""Say which of several caches to take: a sentence computed from bits per element (stored or
+resident, as the caller counts) and KL.
 
 A cache is named only among caches that keep as many tokens exact, since windows move the KL as much
 as a method does, and only if the paired interval of its KL over that of every smaller named cache
