@@ -180,7 +180,7 @@ class Worker:
             return True
 
     def _advance(self) -> bool:
-        """Take a step of the engine. Return True if something came of it."""
+        """Advance the engine by one round. Return True if something came of it."""
         events = self.engine.advance()
         for event in events:
             job = self._jobs.get(event.ticket)

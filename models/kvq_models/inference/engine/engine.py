@@ -234,8 +234,8 @@ class Engine:
             yield self._reading[1]
 
     def advance(self) -> list[Event]:
-        """Read at most one chunk of a prompt, then take one step of all slots. Return the
-        events."""
+        """Read at most one chunk of a prompt, then take one step of all slots, or several if no
+        prompt waits. Return the events."""
         events: list[Event] = []
         self._drop_cancelled(events)
         if self._sweep is not None:
