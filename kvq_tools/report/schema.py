@@ -179,8 +179,8 @@ class CacheNumbers:
 
 @dataclasses.dataclass(frozen=True)
 class StepTimes:
-    """Decode steps of one token through one cache. reads: the implementation, xla or pallas.
-    samples_ms: all samples, by context."""
+    """Decode steps of one token through one cache. reads: the implementations of its layers (xla,
+    native, pallas), joined by "/". samples_ms: all samples, by context."""
 
     name: str
     spec: str
