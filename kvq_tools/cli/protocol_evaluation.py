@@ -6,13 +6,13 @@ import argparse
 from typing import Any
 
 import kvq_jax as kvq
-from kvq_models.inference.memory import CACHE_DTYPE
 from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli import cache_sizes, inputs, text_input
 from kvq_tools.cli.console import UserError, check_finite, input_errors, print_json
 from kvq_tools.cli.model_loading import load_model, prepared
 from kvq_tools.cli.tables import number, print_line, print_table
 from kvq_tools.cli.until_pressed import OF_READ_WINDOWS, UntilPressed, first_batch
+from kvq_tools.evaluation.defaults import CACHE_DTYPE
 from kvq_tools.evaluation.intervals import Estimate
 from kvq_tools.evaluation.protocol import (
     DECODED_FROM,

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import kvq_jax as kvq
-from kvq_models.inference.memory import CACHE_DTYPE
 from kvq_models.llama.config import LlamaConfig
 from kvq_tools import json_lines
 from kvq_tools.cli import cache_sizes, console, inputs, text_input
@@ -20,6 +19,7 @@ from kvq_tools.cli.model_loading import load_model, prepared
 from kvq_tools.cli.options.tasks import MOST_LENGTH, MOST_SAMPLES, SAMPLES
 from kvq_tools.cli.tables import print_table
 from kvq_tools.cli.until_pressed import UntilPressed
+from kvq_tools.evaluation.defaults import CACHE_DTYPE
 from kvq_tools.evaluation.tasks.filler import NoRoomError
 from kvq_tools.evaluation.tasks.runner import ScoredAnswer, capacity, check_samples, run
 from kvq_tools.evaluation.tasks.sample import AnswerRule, TaskPrompts, TaskSample

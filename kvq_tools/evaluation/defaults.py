@@ -7,6 +7,7 @@ from typing import Literal, get_args
 Mode = Literal["decode", "chunked", "fake"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 
+CACHE_DTYPE = "bfloat16"  # of a quantized cache's full-precision rows, whatever the model's dtype
 BATCH = 4
 # tokens of one decode step. Odd, so that steps end everywhere in a block: an error inside a block
 # might be invisible at its end

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import kvq_jax as kvq
 from kvq_jax.cache.accounting import layer_components
 from kvq_models.calibration.progress import Progress, silent
-from kvq_models.inference.memory import CACHE_DTYPE
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama
+from kvq_tools.evaluation.defaults import CACHE_DTYPE
 from kvq_tools.evaluation.results import Bucket, Evaluation, finite
 from kvq_tools.evaluation.run import evaluate_caches
 from kvq_tools.evaluation.settings import Settings

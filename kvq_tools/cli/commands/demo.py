@@ -16,7 +16,6 @@ import numpy as np
 
 import kvq_jax as kvq
 from kvq_models.inference import decoding
-from kvq_models.inference.memory import CACHE_DTYPE
 from kvq_models.inference.sampling import Sampling
 from kvq_models.llama.checkpoint import load_llama
 from kvq_models.llama.config import LlamaConfig
@@ -28,6 +27,7 @@ from kvq_tools.cli.options.demo import CACHES
 from kvq_tools.cli.planned import NamedCache
 from kvq_tools.cli.tables import number, print_table
 from kvq_tools.cli.timed import TimedGeneration
+from kvq_tools.evaluation.defaults import CACHE_DTYPE
 from kvq_tools.evaluation.results import finite
 from kvq_tools.evaluation.text import passage
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import kvq_jax as kvq
 from kvq_jax.cache.size import COMPARED_BATCHES
-from kvq_models.inference.memory import CACHE_DTYPE
 from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli import cache_sizes, mesh, protocol_evaluation, text_evaluation
 from kvq_tools.cli.console import UserError, check_finite, counted, format_bytes, print_json
 from kvq_tools.cli.model_loading import load_model, prepared
 from kvq_tools.cli.tables import number, print_table
 from kvq_tools.cli.until_pressed import OF_READ_WINDOWS, UntilPressed, first_batch
+from kvq_tools.evaluation.defaults import CACHE_DTYPE
 from kvq_tools.evaluation.results import Evaluation, finite
 from kvq_tools.evaluation.run import evaluate_caches
 from kvq_tools.evaluation.settings import Settings

@@ -13,11 +13,11 @@ from kvq_jax.cache.spec import CACHE_OPTIONS
 from kvq_jax.methods.base import Method
 from kvq_jax.methods.registry import register_installed
 from kvq_models.did_you_mean import with_hint
-from kvq_models.inference.memory import CACHE_DTYPE
 from kvq_tools.cli import cache_sizes
 from kvq_tools.cli.console import format_bytes, print_json
 from kvq_tools.cli.options.values import refusal
 from kvq_tools.cli.tables import print_line, print_table
+from kvq_tools.evaluation.defaults import CACHE_DTYPE
 
 # Llama-3.1-8B with all layers, as a method may treat the first ones differently
 REFERENCE_DIMS = CacheDims(
