@@ -136,7 +136,7 @@ def _budget(text: str) -> float | int:
         return float(match[1])
     try:
         return values.byte_size(text)
-    except argparse.ArgumentTypeError:
+    except values.NotASizeError:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a budget; write 2.5bits, 600MiB or a number of bytes"
         ) from None

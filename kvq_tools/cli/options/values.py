@@ -11,7 +11,11 @@ from kvq_tools.cli.console import UserError
 MOST_SEED = 2**32 - 1
 MOST_BYTES = 2**60  # so that a count of the tokens in them is an index
 
-_SIZE = re.compile(r"(\d{1,18}(?:\.\d+)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
+
+
+class NotASizeError(argparse.ArgumentTypeError):
+    """A text that cannot be read as a size."""
 
 
 def refusal(command: str, argument: str, why: str) -> UserError:
@@ -58,16 +62,17 @@ def token_count(text: str) -> int:
 def byte_size(text: str) -> int:
     """Parse a size such as 24GiB, 500MB or 1000000. KB, MB, GB and TB are powers of 1000; KiB, MiB,
     GiB and TiB are powers of 1024."""
-    match, size = _SIZE.fullmatch(text.strip()), MOST_BYTES + 1
-    if match and (match[2] or match[1].isdigit()):  # 2.5 of what?
-        unit = (match[2] or "").lower()
-        power = " kmgt".index(unit[0]) if unit else 0
-        size = int(float(match[1]) * (1024 if unit.endswith("i") else 1000) ** power)
+    match = _SIZE.fullmatch(text.strip())
+    if not match or not (match[2] or match[1].isdigit()):  # 2.5 of what?
+        raise NotASizeError(f"{text!r} is not a size; write 24GiB, 500MB or a number of bytes")
+    unit = (match[2] or "").lower()
+    power = " kmgt".index(unit[0]) if unit else 0
+    size = float(match[1]) * (1024 if unit.endswith("i") else 1000) ** power
     if size > MOST_BYTES:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a size; write 24GiB, 500MB or a number of bytes"
+            f"{text!r} is more than the largest size, {MOST_BYTES >> 40}TiB"
         )
-    return size
+    return int(size)
 
 
 def token_ids(text: str) -> list[int]:

@@ -4,6 +4,7 @@
 import json
 import re
 import signal
+from argparse import ArgumentTypeError
 
 import numpy as np
 import pytest
@@ -152,6 +153,14 @@ def test_memory_counts_the_bytes_of_the_real_cache(model, run_json):
 )
 def test_sizes_are_read_in_powers_of_1000_and_1024(text, size):
     assert values.byte_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["2000000TiB", "9" * 19, "9" * 400])
+def test_a_size_that_is_too_large_is_told_from_one_that_cannot_be_read(text: str):
+    with pytest.raises(ArgumentTypeError, match="is more than the largest size, 1048576TiB"):
+        values.byte_size(text)
+    with pytest.raises(ArgumentTypeError, match="is not a size; write 24GiB"):
+        values.byte_size("2.5")
 
 
 # --- methods

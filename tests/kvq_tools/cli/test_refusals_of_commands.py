@@ -41,7 +41,7 @@ REFUSED = [
     ("generate {model} --prompt a --memory 0", "--memory is for many prompts: give --prompts"),
     ("serve {model} --max-body 0", "'0' refuses every request; write 8MiB"),
     ("serve {model} --grace 99999999", "'99999999' must be an integer from 1 to 86400"),
-    ("memory {model} --cache kivi --budget 999999999T", "is not a size; write 24GiB"),
+    ("memory {model} --cache kivi --budget 999999999T", "is more than the largest size"),
     (
         "calibrate {model} --text {text} --cache kvquant --out {tmp}/f --samples 4294967296",
         "must be an integer from 1 to 65536",
@@ -138,7 +138,7 @@ REFUSED = [
     ("plan {model} --budget 2bits --other-text {text}", "--other-text needs --text without --fast"),
     ("plan {model} --budget 100bits --text {text}", "bits=100 cannot be stored with heads of"),
     (f"plan {{model}} --budget {'9' * 400}bits --text {{text}}", "is not a budget; write"),
-    (f"memory {{model}} --budget {'9' * 400}GiB", "is not a size; write 24GiB"),
+    (f"memory {{model}} --budget {'9' * 400}GiB", "is more than the largest size"),
     ("serve {model} --memory 1KB --slots 1", "error: 1 slot of 64 tokens, and a row"),
     # what does not go together
     ("eval {model} --text {text} --cache squat --prompt 0", "takes statistics from a prompt"),
