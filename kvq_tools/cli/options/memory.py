@@ -88,15 +88,15 @@ def _add_mesh(parser: argparse.ArgumentParser) -> None:
         "--mesh",
         metavar="WAYS",
         help=(
-            "also print what each of several devices holds and reads: auto (the fastest of "
-            "all placements), or rows=R,heads=H,tokens=T"
+            "also print what each of several devices holds and reads: auto (the fastest "
+            "placement that fits), or rows=R,heads=H,tokens=T"
         ),
     )
     shared.add_number(
         parser,
         "--devices",
         "N",
-        "devices of the mesh (default: as many as WAYS names, 8 for auto)",
+        "with --mesh: its devices (default: as many as WAYS names, 8 for auto)",
         type=values.integer(1, 4096),
     )
     parser.add_argument(
@@ -105,6 +105,7 @@ def _add_mesh(parser: argparse.ArgumentParser) -> None:
         type=_device,
         default=peak_rates.DEVICES["h200"],
         help=(
-            f"kind of device of the mesh: {', '.join(MEMORY)} (default: h200), or peaks FLOPS:BYTES"
+            f"with --mesh: the kind of its devices, {', '.join(MEMORY)} (default: h200), or peaks "
+            "FLOPS:BYTES"
         ),
     )
