@@ -77,8 +77,8 @@ class Worker:
         self._thread.start()
 
     def stop(self) -> None:
-        """Take no more requests, cancel those that nobody waits for, and return when all have
-        ended, or at once if none was begun: a compiler cannot be interrupted."""
+        """Take no more requests, cancel all accepted ones, and return when they have ended, or at
+        once while programs are compiled: a compiler cannot be interrupted."""
         with self._changed:
             self._stopping = True
             self._leaving += [*self._inbox, *self._jobs.values()]
