@@ -15,7 +15,7 @@ Modules:
     text.py      a text's tokens, and the UTF-8 bytes of each
     forward.py   the model without a cache: the full-precision reference, and the simulation that
                  papers use
-    through.py   one cache in one of the three modes, a slice of positions at a time
+    cache_run.py one cache in one of the three modes, a slice of positions at a time
     compare.py   two distributions: -log p, KL, top-1 agreement
     results.py   numbers of a text from the numbers of its tokens
     protocol.py  equal windows, two readings and intervals, to compare caches

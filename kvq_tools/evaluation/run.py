@@ -19,6 +19,14 @@ from kvq_models.calibration.progress import Progress, silent
 from kvq_models.llama.model import HiddenBTD, Llama
 from kvq_models.llama.packed_loading import with_activations
 from kvq_tools.evaluation import program_memory
+from kvq_tools.evaluation.cache_run import (
+    CacheRun,
+    Reference,
+    WindowBatch,
+    prefill_prompts,
+    read_only,
+    slices,
+)
 from kvq_tools.evaluation.defaults import BATCH, CHUNK, STEP, Mode
 from kvq_tools.evaluation.results import Evaluation, Quality
 from kvq_tools.evaluation.settings import (
@@ -28,14 +36,6 @@ from kvq_tools.evaluation.settings import (
     check_steps,
     default_prompt,
     prompt_for,
-)
-from kvq_tools.evaluation.through import (
-    Reference,
-    Through,
-    WindowBatch,
-    prefill_prompts,
-    read_only,
-    slices,
 )
 from kvq_tools.evaluation.windows import windows
 
@@ -211,8 +211,8 @@ def measure_rows(
     settings = Settings(length, length, mode, batch, prompt=prefilled, step=step)
     outliers: list[dict[str, kvq.size.OutlierTotals]] = [{} for _ in candidates]
 
-    def count_outliers(through: Sequence[Through], fresh: int) -> None:
-        for totals_by_side, run in zip(outliers, through, strict=True):
+    def count_outliers(runs: Sequence[CacheRun], fresh: int) -> None:
+        for totals_by_side, run in zip(outliers, runs, strict=True):
             rows = kvq.rows.select(run.cache, np.arange(fresh))
             for layer in kvq.size.outlier_totals(rows):
                 for side, totals in layer.items():
@@ -258,7 +258,7 @@ def _run(
     lengths: Int[np.ndarray, "R"],
     settings: Settings,
     progress: Progress[Any] | None,
-    at_end: Callable[[Sequence[Through], int], None] | None = None,
+    at_end: Callable[[Sequence[CacheRun], int], None] | None = None,
     placement: Placement | None = None,
     first: int = 0,
     kept: dict[int, HiddenBTD] | None = None,
@@ -280,7 +280,7 @@ def _run(
     exact = np.full((batches * size, padded), np.nan, np.float32)
     compared = [(exact.copy(), exact.copy(), np.zeros(exact.shape, bool)) for _ in candidates]
     specs = [parse(spec) for _, spec in candidates]
-    reference, through = None, []
+    reference, runs = None, []
     full_precision = with_activations(candidates[0][0], "float32")
     work, complete = [(number, part) for number in range(batches) for part in parts], 0
     for number, part in (progress or silent)(work, "evaluating"):
@@ -290,20 +290,20 @@ def _run(
             reference = Reference(full_precision, batch, (kept or {}).get(number))
             if kept is not None:
                 kept[number] = reference.hidden
-            through = [
-                Through(llama, spec, settings, batch, placement)
+            runs = [
+                CacheRun(llama, spec, settings, batch, placement)
                 for (llama, _), spec in zip(candidates, specs, strict=True)
             ]
         assert reference is not None, "the first slice made it"
         predicted = slice(part.first + 1, part.stop + 1)
         if predicted.stop <= first and settings.mode == "decode":
-            read_only(through, part)
+            read_only(runs, part)
             continue
         logits, exact[here, predicted] = reference(part)
         scored = (
-            prefill_prompts(through, part, logits)
+            prefill_prompts(runs, part, logits)
             if part.prompt
-            else (cache(part, logits) for cache in through)
+            else (run(part, logits) for run in runs)
         )
         for terms, slice_terms in zip(compared, scored, strict=True):
             for whole, term in zip(terms, slice_terms, strict=True):
@@ -311,7 +311,7 @@ def _run(
         if part is parts[-1]:
             complete = min((number + 1) * size, count)
             if at_end is not None:
-                at_end(through, complete - number * size)
+                at_end(runs, complete - number * size)
         program_memory.drop_if_many()
     return exact[:complete, :width], [
         tuple(term[:complete, :width] for term in terms) for terms in compared

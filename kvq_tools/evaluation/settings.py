@@ -22,7 +22,7 @@ class Settings(NamedTuple):
 
     window   tokens of a window; each window starts with an empty cache
     stride   from the start of one window to the next
-    mode     see through.py
+    mode     see cache_run.py
     batch    windows that run together; the results do not depend on it
     chunk    tokens of one `prefill` in mode `chunked`
     prompt   tokens of each window that mode `decode` prefills first and does not score

@@ -26,11 +26,11 @@ from kvq_models import Llama, prepare
 from kvq_models.calibration.fit import calibrate
 from kvq_models.calibration.needs import needs
 from kvq_models.calibration.weights import quantize_weights
+from kvq_tools.evaluation.cache_run import Reference, Slice, WindowBatch
 from kvq_tools.evaluation.compare import compare
 from kvq_tools.evaluation.intervals import Interval, mean_interval
 from kvq_tools.evaluation.results import exp
 from kvq_tools.evaluation.run import measure_rows
-from kvq_tools.evaluation.through import Reference, Slice, WindowBatch
 from laboratory.quality.bench import Bench, add_arguments, words_of
 from laboratory.quality.comparison import PLAIN
 

@@ -88,7 +88,7 @@ class Reference:
         return _exact(self.llama, _rows(self.hidden, part), self.batch.following(part))
 
 
-class Through:
+class CacheRun:
     """One cache on a batch. Each call returns the terms of a slice. Slices must come in order, a
     prompt by `prefill_prompts`."""
 
@@ -144,34 +144,34 @@ class Through:
             self._step(now[:, at : at + self.step])
 
 
-def read_only(through: Sequence[Through], part: Slice) -> None:
+def read_only(runs: Sequence[CacheRun], part: Slice) -> None:
     """Read a slice in mode `decode` through all caches without scoring it."""
     if part.prompt:
-        prefill(through, part)
+        prefill(runs, part)
     else:
-        for one in through:
-            one.read(part)
+        for run in runs:
+            run.read(part)
 
 
-def prefill(through: Sequence[Through], part: Slice) -> Float[Array, "B V"]:
+def prefill(runs: Sequence[CacheRun], part: Slice) -> Float[Array, "B V"]:
     """Prefill the prompts of a batch into all caches with one shared forward pass. Return the
     logits after them."""
     logits, caches = layer_by_layer.prefill_together(
-        [one.llama for one in through],
-        [one.cache for one in through],
-        through[0].batch.inputs(part),
+        [run.llama for run in runs],
+        [run.cache for run in runs],
+        runs[0].batch.inputs(part),
     )
-    for one, cache in zip(through, caches, strict=True):
-        one.cache = cache
+    for run, cache in zip(runs, caches, strict=True):
+        run.cache = cache
     return logits
 
 
 def prefill_prompts(
-    through: Sequence[Through], part: Slice, exact: Float[Array, "B 1 V"]
+    runs: Sequence[CacheRun], part: Slice, exact: Float[Array, "B 1 V"]
 ) -> tuple[Terms, ...]:
     """Prefill the prompts of a batch and return the terms of each cache."""
-    terms = _compared(prefill(through, part)[:, None], exact, through[0].batch.following(part))
-    return (terms,) * len(through)
+    terms = _compared(prefill(runs, part)[:, None], exact, runs[0].batch.following(part))
+    return (terms,) * len(runs)
 
 
 def _rows(hidden: HiddenBTD, part: Slice) -> Float[Array, "B t D"]:
