@@ -21,14 +21,14 @@ from kvq_jax.attention.dispatch import Implementation
 from kvq_jax.cache.cache import Cache, check_held
 from kvq_jax.types.array_types import LayerInputs, LengthsB, ValidBT
 from kvq_models.inference.checked_input import check_dims
-from kvq_models.inference.layer_programs import Arrays, LayerCall, Way, calls
+from kvq_models.inference.layer_programs import Arrays, LayerCall, PassOptions, calls
 from kvq_models.llama.model import HiddenBTD, Llama
 
 NewTokens: TypeAlias = Int[Array | np.ndarray, "B T"]
 NewLengths: TypeAlias = Int[Array | np.ndarray, "B"]  # of the real ones of each row
 
 
-class Passed(NamedTuple):
+class LayersOutput(NamedTuple):
     """Tokens [B, T] that went through all layers: the last layer's output [B, T, D], unspecified at
     tokens that are not stored, a mask of those that are, [B, T], and the cache with them."""
 
@@ -41,10 +41,10 @@ class Layers:
     """A model and a cache as the arrays that the programs of the layers take. A cache goes through
     the layers once."""
 
-    def __init__(self, llama: Llama, cache: Cache, way: Way):
+    def __init__(self, llama: Llama, cache: Cache, options: PassOptions):
         self._weights, model = jax.tree.flatten(llama)
         self._held, self._cached = jax.tree.flatten(cache)
-        self._calls, self._lengths = calls(model, self._cached, way), cache.lengths
+        self._calls, self._lengths = calls(model, self._cached, options), cache.lengths
         self._outside = [self._weights[i] for i in self._calls.outside]
         self._appended, self._carry = list[Arrays](), ()
 
@@ -53,7 +53,7 @@ class Layers:
         tokens: NewTokens,
         lengths: NewLengths,
         share: Callable[[LayerInputs], None] | None = None,
-    ) -> Passed:
+    ) -> LayersOutput:
         """Add `lengths` [B] tokens of each row. `share` gets the inputs of each layer."""
         hidden, positions, stored, counts = self._calls.first(
             self._outside, self._lengths, tokens, lengths
@@ -70,7 +70,7 @@ class Layers:
             self._appended.append(state)
             if share is not None:
                 share(inputs)
-        return Passed(hidden, stored, self.filled(counts))
+        return LayersOutput(hidden, stored, self.filled(counts))
 
     def append(self, inputs: LayerInputs) -> None:
         """Append the inputs of another cache's layer to the next one."""
@@ -87,10 +87,10 @@ class Layers:
         return self._cached.unflatten(leaves)
 
     def logits(
-        self, passed: Passed, lengths: NewLengths, *, all_logits: bool = False
+        self, output: LayersOutput, lengths: NewLengths, *, all_logits: bool = False
     ) -> Float[Array, "..."]:
         """Return the logits after each row's last token, or after all tokens, as `prefill` does."""
-        return self._calls.last(self._outside, passed.hidden, passed.stored, lengths, all_logits)
+        return self._calls.last(self._outside, output.hidden, output.stored, lengths, all_logits)
 
     def lowered(
         self, tokens: NewTokens, lengths: NewLengths, *, all_logits: bool = False
@@ -130,7 +130,7 @@ def _described(lowered: Lowered) -> Any:
 
 def prompt_layers(llama: Llama, cache: Cache, implementation: Implementation = None) -> Layers:
     """Return the layers as a prompt goes through them."""
-    return Layers(llama, cache, Way(prefill=True, implementation=implementation))
+    return Layers(llama, cache, PassOptions(prefill=True, implementation=implementation))
 
 
 def prefill_together(
@@ -163,9 +163,9 @@ def prefill_together(
             )
     if lengths is None:
         lengths = np.full(len(tokens), tokens.shape[1], np.int32)
-    first = Layers(llamas[0], caches[0], Way(prefill=True, shares=len(caches) > 1))
+    first = Layers(llamas[0], caches[0], PassOptions(prefill=True, shares=len(caches) > 1))
     others = [
-        Layers(llama, cache, Way(prefill=True, attends=False))
+        Layers(llama, cache, PassOptions(prefill=True, attends=False))
         for llama, cache in zip(llamas[1:], caches[1:], strict=True)
     ]
 
@@ -173,14 +173,14 @@ def prefill_together(
         for other in others:
             other.append(inputs)
 
-    passed = first.through(tokens, lengths, share if others else None)
+    output = first.through(tokens, lengths, share if others else None)
     # each cache has lengths of its own
-    filled = [other.filled(passed.cache.lengths + 0) for other in others]
-    return first.logits(passed, lengths), (passed.cache, *filled)
+    filled = [other.filled(output.cache.lengths + 0) for other in others]
+    return first.logits(output, lengths), (output.cache, *filled)
 
 
-def decode(llama: Llama, cache: Cache, tokens: NewTokens, lengths: NewLengths) -> Passed:
+def decode(llama: Llama, cache: Cache, tokens: NewTokens, lengths: NewLengths) -> LayersOutput:
     """Add given tokens, `lengths` [B] of each row, as T single steps of `decode_step` would. The
     cache is consumed."""
     check_held(cache)
-    return Layers(llama, cache, Way(prefill=False)).through(tokens, lengths)
+    return Layers(llama, cache, PassOptions(prefill=False)).through(tokens, lengths)

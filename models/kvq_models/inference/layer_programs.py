@@ -35,8 +35,8 @@ Program: TypeAlias = Any  # a jitted function
 
 
 @dataclasses.dataclass(frozen=True)
-class Way:
-    """A way of tokens through the layers of a cache.
+class PassOptions:
+    """Options for passing tokens through the layers of a cache.
 
     prefill, implementation: as in `begin`. attends: False to append the inputs that another cache's
     layers had, without attention. shares: True to hand out these inputs.
@@ -70,13 +70,13 @@ class Calls:
 
 
 @functools.cache
-def calls(model: Structure, cached: Structure, way: Way) -> Calls:
+def calls(model: Structure, cached: Structure, options: PassOptions) -> Calls:
     """Return the programs of a model and a cache of these structures. Raise ValueError if the model
     lacks parameters that the cache needs."""
     llama: Llama = model.unflatten(range(model.num_leaves))
     cache: Cache = cached.unflatten(range(cached.num_leaves))
     by_layer = parameters_for(llama, cache.spec)
-    static = cache.dims, cache.capacity, cache.placement, way
+    static = cache.dims, cache.capacity, cache.placement, options
     of_layers = []
     for number, plan in enumerate(cache.plans):
         params = by_layer[number]
@@ -152,7 +152,7 @@ class LayerKind:
     dims: CacheDims
     capacity: int
     placement: Placement | None
-    way: Way
+    options: PassOptions
 
     def cached(
         self, parameters: Arrays, state: Arrays, inputs: LayerInputs, carry: Tree
@@ -166,9 +166,9 @@ class LayerKind:
             self.state.unflatten(state),
             inputs,
             carry,
-            prefill=self.way.prefill,
-            implementation=self.way.implementation,
-            attend=self.way.attends,
+            prefill=self.options.prefill,
+            implementation=self.options.implementation,
+            attend=self.options.attends,
         )
         return out, jax.tree.leaves(after), carry
 
@@ -197,7 +197,7 @@ def _layer(kind: LayerKind) -> Program:
             inputs = attention_inputs(layer, hidden, positions, valid, rope, placement)
             attention, state, carry = kind.cached(parameters, state, inputs, carry)
             hidden = residual_split(placement)(finish_layer(layer, hidden, attention, placement))
-            return hidden, state, carry, inputs if kind.way.shares else None
+            return hidden, state, carry, inputs if kind.options.shares else None
 
     def append(
         parameters: Arrays, state: Arrays, inputs: LayerInputs, carry: Tree
@@ -205,6 +205,6 @@ def _layer(kind: LayerKind) -> Program:
         with crossing(placement) as mesh:
             return kind.cached(*mesh.taken((parameters, state, inputs, carry)))[1:]
 
-    if not kind.way.attends:
+    if not kind.options.attends:
         return jax.jit(append, donate_argnames="state")
     return jax.jit(run, donate_argnames=("state", "hidden"))

@@ -35,8 +35,8 @@ def read_prompt(
     if not by_layers(llama, cache, tokens, lengths):
         return prompt_program(llama, cache, tokens, lengths, all_logits, implementation)
     layers = prompt_layers(llama, cache, implementation)
-    passed = layers.through(tokens, lengths)
-    return layers.logits(passed, lengths, all_logits=all_logits), passed.cache
+    output = layers.through(tokens, lengths)
+    return layers.logits(output, lengths, all_logits=all_logits), output.cache
 
 
 def lowered_prompt(
@@ -101,5 +101,5 @@ def read_hidden(
     """Do what `read_prompt` does, but return the last layer's output in place of the logits."""
     if not by_layers(llama, cache, tokens, lengths):
         return prompt_program(llama, cache, tokens, lengths, False, implementation, as_hidden=True)
-    passed = prompt_layers(llama, cache, implementation).through(tokens, lengths)
-    return passed.hidden, passed.cache
+    output = prompt_layers(llama, cache, implementation).through(tokens, lengths)
+    return output.hidden, output.cache
