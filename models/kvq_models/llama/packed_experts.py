@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from kvq_jax.types.pytree import pytree
 from kvq_models.llama.packed_weights import (
-    OfMatrix,
+    MatrixView,
     PackedMatrix,
     by_kernel,
     by_tiles,
@@ -25,7 +25,7 @@ from kvq_models.llama.packed_weights import (
 
 @pytree
 @dataclasses.dataclass(frozen=True)
-class PackedExperts(OfMatrix):
+class PackedExperts(MatrixView):
     """Matrices [E, I, O] of `count` experts, whose outputs are those of one matrix [I, E O], expert
     by expert. O is a multiple of 32, so that experts share no panel."""
 

@@ -76,7 +76,7 @@ class PackedWeight:
         return self
 
 
-class Multiplied(PackedWeight):
+class ProductWeight(PackedWeight):
     """A matrix [I, O] that rows of activations are multiplied by. value_dtype: of `dequantized`."""
 
     codes: Array
@@ -113,7 +113,7 @@ class Multiplied(PackedWeight):
 
 @pytree
 @dataclasses.dataclass(frozen=True)
-class PackedMatrix(Multiplied):
+class PackedMatrix(ProductWeight):
     """A matrix [I, O] of codes, whose scales and minima are shared by groups of inputs:
 
         w[i, o] = (code[i, o] - centre) scale[i // group, o] + min[i // group, o]
@@ -182,8 +182,8 @@ class PackedMatrix(Multiplied):
         return values.reshape(*outputs.shape, -1)
 
 
-class OfMatrix(PackedWeight):
-    """A weight that is a matrix, seen in another way."""
+class MatrixView(PackedWeight):
+    """Another view of a packed matrix as a weight."""
 
     matrix: PackedMatrix
 
@@ -210,7 +210,7 @@ class OfMatrix(PackedWeight):
 
 @pytree
 @dataclasses.dataclass(frozen=True)
-class PackedTable(OfMatrix):
+class PackedTable(MatrixView):
     """A table [V, D], such as an embedding: the transpose of `matrix` [D, V].
 
     Its T is the matrix, so that x @ table.T are logits.
@@ -316,7 +316,7 @@ def products(x: Float[Array, "... I"], weights: Sequence[Any]) -> list[Float[Arr
     """Return x @ weight for each weight, by one call of the native kernel if all are packed in the
     same way."""
     kind = type(weights[0])
-    if not issubclass(kind, Multiplied) or not all(type(weight) is kind for weight in weights):
+    if not issubclass(kind, ProductWeight) or not all(type(weight) is kind for weight in weights):
         return [x @ weight for weight in weights]
     return [product.astype(x.dtype) for product in kind.products(x, tuple(weights))]
 

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int32, Shaped, UInt8, UInt16, UInt32
 from cpu_kernels.tabled_product import tabled_products
 from kvq_jax.types.pytree import pytree
 from kvq_models.llama import huge_pages
-from kvq_models.llama.packed_weights import TILE, Activations, Multiplied, by_kernel
+from kvq_models.llama.packed_weights import TILE, Activations, ProductWeight, by_kernel
 from kvq_models.llama.quantized.dense_and_sparse import WORD, TabledRows, is_finite
 
 _SHIFTS = np.arange(0, 32, 4, dtype=np.uint32)[None, None, :]
@@ -26,7 +26,7 @@ _SHIFTS = np.arange(0, 32, 4, dtype=np.uint32)[None, None, :]
 
 @pytree
 @dataclasses.dataclass(frozen=True)
-class TabledMatrix(Multiplied):
+class TabledMatrix(ProductWeight):
     """A matrix [I, O] of 4-bit codes, a table for each output, and sparse entries in their place:
 
         w[i, o] = sparse_values[e] if entry e is (o, i), or levels[o, code[o, i]]
