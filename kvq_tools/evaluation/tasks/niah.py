@@ -139,7 +139,7 @@ def generated(
 
 
 @dataclasses.dataclass(frozen=True)
-class Hidden:
+class Needles:
     """The needles of one sample and the depths of all. The first `asked` needles are asked for."""
 
     kind: NeedleKind
@@ -153,7 +153,7 @@ class Hidden:
     def question(self, haystack: Sequence[str]) -> tuple[str, str]:
         """Return (the prompt up to the question, the beginning of the answer)."""
         lines = list(haystack)
-        for depth, needle in sorted(zip(self.depths, self.needles(), strict=True), reverse=True):
+        for depth, needle in sorted(zip(self.depths, self.texts(), strict=True), reverse=True):
             lines.insert(round(depth * len(haystack)), needle)
         keys = list(dict.fromkeys(key for key, _ in self.pairs))[: self.kind.asked]
         context = (" " if self.kind.haystack == "text" else "\n").join(lines)
@@ -166,11 +166,11 @@ class Hidden:
             context,
         )
 
-    def needles(self) -> list[str]:
+    def texts(self) -> list[str]:
         return [_needle(self.kind, key, value) for key, value in self.pairs]
 
 
-def hidden(kind: NeedleKind, depth: float | None, rng: np.random.Generator) -> Hidden:
+def draw_needles(kind: NeedleKind, depth: float | None, rng: np.random.Generator) -> Needles:
     """Draw needles with different keys, the first at `depth` and the others anywhere. If `depth` is
     None, all are anywhere."""
     keys: list[str] = []
@@ -179,7 +179,7 @@ def hidden(kind: NeedleKind, depth: float | None, rng: np.random.Generator) -> H
         keys += [] if key in keys else [key]
     pairs = tuple((key, _drawn(kind.values, rng)) for key in keys for _ in range(kind.values_each))
     depths = rng.random(len(pairs)).tolist()
-    return Hidden(kind, pairs, (depths[0] if depth is None else depth, *depths[1:]))
+    return Needles(kind, pairs, (depths[0] if depth is None else depth, *depths[1:]))
 
 
 def _sample(
@@ -193,7 +193,7 @@ def _sample(
     max_new_tokens: int,
 ) -> TaskSample:
     budget = length - max_new_tokens
-    needles = hidden(kind, depth, rng)
+    needles = draw_needles(kind, depth, rng)
     haystack = _haystack(kind, pieces, max(budget, 0), rng, {key for key, _ in needles.pairs})
 
     def build(count: int) -> list[int]:
@@ -206,7 +206,7 @@ def _sample(
             f"the text has {len(pieces)} sentences, too few to fill {length} tokens: give a longer"
             " one, or shorter lengths"
         )
-    facts = {"needles": needles.needles()}
+    facts = {"needles": needles.texts()}
     return TaskSample(
         tuple(ids), needles.answers, max_new_tokens, {"length": length, "depth": depth}, facts
     )
