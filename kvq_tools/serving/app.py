@@ -58,7 +58,7 @@ def create_app(
     app.include_router(guarded)
     _add_pages(app, service)
     _handle_errors(app)
-    app.add_middleware(_Failing)
+    app.add_middleware(_FailureHandler)
     app.add_middleware(guard.Guard, hosts=hosts, origins=origins)
     if origins:
         app.add_middleware(
@@ -68,7 +68,7 @@ def create_app(
             allow_headers=["*"],
             allow_private_network=True,  # the server mostly is on the browser's machine
         )
-    app.add_middleware(_Counted, service=service)
+    app.add_middleware(_ResponseCounter, service=service)
     return app
 
 
@@ -176,7 +176,7 @@ def _add_pages(app: FastAPI, service: Service) -> None:
         )
 
 
-class _Counted:
+class _ResponseCounter:
     """Count responses by path and status."""
 
     def __init__(self, app: Any, service: Service):
@@ -193,7 +193,7 @@ class _Counted:
         await self._app(scope, receive, counted if scope["type"] == "http" else send)
 
 
-class _Failing:
+class _FailureHandler:
     """Answer a request on which the code of a route fails, where the response is still counted and
     pages of other origins may read it: Starlette's own handler is outside of every middleware. The
     exception goes on to the log."""

@@ -34,10 +34,10 @@ class Metrics:
         )
 
     def watch(self, worker: Worker) -> None:
-        self.registry.register(_OfEngine(worker))
+        self.registry.register(_EngineCollector(worker))
 
 
-class _OfEngine:
+class _EngineCollector:
     def __init__(self, worker: Worker):
         self._worker = worker
 
