@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> None:
     """Answer the prompts of --prompts that --out does not have yet."""
     out_file = inputs.output_file(options.out)
     config = inputs.read_config(options.model, options.cache)
-    inputs.check_calibration(options, config)
+    inputs.check_calibration_option(options, config)
     tokenizer = text_input.load_tokenizer(options.model)
     items = read_items(options, config, tokenizer)
     with _answers(out_file) as (before, out):

@@ -71,7 +71,7 @@ def calibrations(
     return chosen
 
 
-def check_calibration(options: argparse.Namespace, config: LlamaConfig) -> None:
+def check_calibration_option(options: argparse.Namespace, config: LlamaConfig) -> None:
     """Raise UserError if --cache needs a calibration that --calibration is not, or needs none."""
     file = options.calibration
     calibrations(config, [options.cache], [] if file is None else [file])
@@ -97,11 +97,11 @@ def _calibration(cache: NamedCache, config: LlamaConfig, files: Sequence[str]) -
     raise ValueError("; ".join(errors))
 
 
-def warn_if_exact(
+def warn_if_nothing_quantized(
     caches: Sequence[NamedCache], config: LlamaConfig, capacity: int, read: int | None, where: str
 ) -> None:
-    """Warn of caches that are not dense, but of which no quantized token is ever read: their
-    numbers say nothing.
+    """Warn of quantized caches whose quantized tokens are never read: they measure the
+    full-precision model.
 
     Args:
         capacity: tokens that each cache can hold.

@@ -35,7 +35,7 @@ def chosen(options: argparse.Namespace) -> tuple[LlamaConfig, SavedPrompt | None
                 f"{options.saved!r} holds the cache {stored.text!r}, but --cache is"
                 f" {options.cache.text!r}"
             )
-    inputs.check_calibration(options, config)
+    inputs.check_calibration_option(options, config)
     return config, saved
 
 

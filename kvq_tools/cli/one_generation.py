@@ -127,7 +127,7 @@ def _prompt(
 ) -> tuple[Any, int, list[int], int]:
     """Return (tokenizer, tokens that --from holds, the whole prompt, capacity)."""
     if saved is None:
-        tokenizer, prompt, _ = one_prompt.read_prompt(options, config)
+        tokenizer, prompt, _ = one_prompt.prompt_from_options(options, config)
         return tokenizer, 0, prompt, _capacity(options, config, len(prompt))
     tokenizer, known, prompt = one_prompt.read_question(options, config, saved)
     need = len(prompt) + options.max_new_tokens

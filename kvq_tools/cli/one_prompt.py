@@ -21,7 +21,7 @@ def has_prompt(options: argparse.Namespace) -> bool:
     )
 
 
-def read_prompt(
+def prompt_from_options(
     options: argparse.Namespace, config: LlamaConfig
 ) -> tuple[Any, list[int], Opening | None]:
     """Return (the tokenizer or None, the prompt's token ids, its text unless it was given as ids).
@@ -68,7 +68,7 @@ def prompt_text(options: argparse.Namespace) -> str | None:
     """Return the prompt's text, or None if it is given as token ids. Raises UserError if it is
     empty."""
     text = (
-        text_input.read_prompt(options.prompt_file)
+        text_input.read_prompt_file(options.prompt_file)
         if options.prompt_file is not None
         else options.prompt
     )

@@ -129,7 +129,7 @@ def run_task(
     models = prepared(load_model(options), [spec for _, spec in caches], files)
     longest = max(len(sample.prompt) + sample.max_new_tokens for sample in samples)
     where = f"in samples of at most {longest} tokens"
-    inputs.warn_if_exact(caches, config, longest, longest - 1, where)
+    inputs.warn_if_nothing_quantized(caches, config, longest, longest - 1, where)
     measured, broken, batches = [], [], UntilPressed()
     for (text, _), (model, spec) in zip(caches, models, strict=True):
         started, answers = time.perf_counter(), []

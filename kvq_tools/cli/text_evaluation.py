@@ -51,11 +51,11 @@ def checked(
     return config, text, settings, files
 
 
-def warn_if_exact(
+def warn_if_nothing_quantized(
     caches: Sequence[NamedCache], config: LlamaConfig, window: int, settings: Settings
 ) -> None:
     """Warn of caches that quantize nothing in windows of `window` tokens."""
     newest = None if settings.mode == "fake" else settings.read_tokens(window)
     chunks = f" and chunks of {settings.chunk}" if settings.mode == "chunked" else ""
     where = f"in windows of {window} tokens{chunks}"
-    inputs.warn_if_exact(caches, config, window, newest, where)
+    inputs.warn_if_nothing_quantized(caches, config, window, newest, where)

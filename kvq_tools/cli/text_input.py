@@ -27,7 +27,7 @@ def read_text(path: str) -> str:
     return text
 
 
-def read_prompt(path: str) -> str:
+def read_prompt_file(path: str) -> str:
     """Read a prompt from a file, or from stdin if the path is `-`."""
     if path != "-":
         return read_text(path)
@@ -68,7 +68,7 @@ def encode(tokenizer: Any, text: str, *, chat: bool = False) -> list[int]:
     return list(tokenizer(text, verbose=False).input_ids)  # not verbose: lengths are checked here
 
 
-def check_samples(ids: list[int], length: int) -> None:
+def check_enough_text(ids: list[int], length: int) -> None:
     """Raise UserError, with the remedy, if a text is too short for a sample of `length` tokens and
     the token after it."""
     if len(ids) <= length:

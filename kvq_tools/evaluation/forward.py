@@ -54,7 +54,7 @@ def hidden_states(
             keys, values, carry = kvq.cache.roundtrip_layer(
                 fake, filled, layer_parameters, number, carry, layer.attention
             )
-        attended = causal_attention(
+        attended = chunked_attention(
             inputs.q_rot, keys, values, layer.attention, layer.sink_logits()
         )
         hidden = finish_layer(layer, hidden, attended)
@@ -79,7 +79,7 @@ def _last_repeated(inputs: LayerInputs, lengths: LengthsB) -> LayerInputs:
 
 
 @functools.partial(jax.jit, static_argnames="attention")
-def causal_attention(
+def chunked_attention(
     q: QueryBNTH,
     k: Float[Array, "B K S H"],
     v: Float[Array, "B K S H"],

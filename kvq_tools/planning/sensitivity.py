@@ -28,7 +28,7 @@ from kvq_models.llama.model import HiddenBTD, Layer, Llama
 from kvq_models.llama.rope import ropes_for
 from kvq_tools.evaluation.compare import compare
 from kvq_tools.evaluation.defaults import STEP
-from kvq_tools.evaluation.forward import causal_attention
+from kvq_tools.evaluation.forward import chunked_attention
 
 LOGITS = 1 << 24  # that exist at a time, at most, beside those of the full-precision model
 
@@ -137,7 +137,7 @@ def _exact(
     if prompt is not None:
         keys = jnp.concatenate((prompt[0], keys), axis=2)
         values = jnp.concatenate((prompt[1], values), axis=2)
-    return causal_attention(inputs.q_rot, keys, values, layer.attention, layer.sink_logits())
+    return chunked_attention(inputs.q_rot, keys, values, layer.attention, layer.sink_logits())
 
 
 @jax.jit

@@ -29,7 +29,7 @@ from kvq_jax.types.array_types import LayerInputs, RowsBKTH
 from kvq_models.inference.method_parameters import parameters_for
 from kvq_models.llama.model import Llama
 from kvq_models.llama.rope import ropes_for
-from kvq_tools.evaluation.forward import causal_attention
+from kvq_tools.evaluation.forward import chunked_attention
 from kvq_tools.report.schema import LayerErrors, LayerMagnitudes, PackedMatrix
 
 MOST_LAYERS = 8  # of which magnitudes are kept
@@ -46,7 +46,7 @@ def layer_inputs(llama: Llama, tokens: Int[Array, "T"]) -> tuple[LayerInputs, ..
     collected = []
     for layer in llama.layers:
         inputs = layer.attention_inputs(hidden, positions, valid, rope)
-        attended = causal_attention(
+        attended = chunked_attention(
             inputs.q_rot, inputs.k_rot, inputs.v, layer.attention, layer.sink_logits()
         )
         hidden = layer.finish(hidden, attended)

@@ -52,7 +52,7 @@ def _checked(options: argparse.Namespace) -> tuple[list[int], int]:
     inputs.warn_beyond(length, config, "samples of ")
     tokenizer = text_input.need_tokenizer(options.model, "read the text")
     ids = text_input.encode(tokenizer, text_input.read_text(options.text))
-    text_input.check_samples(ids, length)
+    text_input.check_enough_text(ids, length)
     with console.input_errors():
         fit.check_request(options.cache.spec, config, ids, options.samples, length)
     return ids, length

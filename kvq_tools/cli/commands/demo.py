@@ -56,7 +56,9 @@ def run(options: argparse.Namespace) -> None:
         text_input.encode(tokenizer, text), config, options.context, options.new_tokens
     )
     capacity = task.capacity
-    inputs.warn_if_exact(caches, config, capacity, capacity - 1, f"in {capacity} tokens")
+    inputs.warn_if_nothing_quantized(
+        caches, config, capacity, capacity - 1, f"in {capacity} tokens"
+    )
     with console.loading(options.model), console.input_errors():
         llama, _ = load_llama(options.model, dtype=MODEL_DTYPE)
         models = prepared(llama, [spec for _, spec in caches], files)

@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> None:
         options.mesh, specs, config, settings.batch, window, options.dtype
     )
     models = prepared(load_model(options, placement), specs, files)
-    text_evaluation.warn_if_exact(options.cache, config, window, settings)
+    text_evaluation.warn_if_nothing_quantized(options.cache, config, window, settings)
     slices, started = UntilPressed(first_batch), time.perf_counter()
     evaluations = evaluate_caches(
         models,

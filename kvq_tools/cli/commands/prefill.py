@@ -14,7 +14,7 @@ from kvq_models.inference.method_parameters import prepare
 from kvq_models.llama.packed_loading import fingerprint
 from kvq_tools.cli import console, device_memory, handover, inputs
 from kvq_tools.cli.model_loading import load_model
-from kvq_tools.cli.one_prompt import read_prompt
+from kvq_tools.cli.one_prompt import prompt_from_options
 from kvq_tools.cli.options.prefill import ROOM
 from kvq_tools.cli.reading import reading
 from kvq_tools.cli.tables import print_line
@@ -22,8 +22,8 @@ from kvq_tools.cli.tables import print_line
 
 def run(options: argparse.Namespace) -> None:
     config = inputs.read_config(options.model, options.cache)
-    inputs.check_calibration(options, config)
-    _, prompt, opening = read_prompt(options, config)
+    inputs.check_calibration_option(options, config)
+    _, prompt, opening = prompt_from_options(options, config)
     out = inputs.output_file(options.out)
     capacity = options.capacity or len(prompt) + ROOM
     if capacity < len(prompt):

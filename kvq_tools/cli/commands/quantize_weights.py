@@ -29,7 +29,7 @@ def run(options: argparse.Namespace) -> None:
     length = options.length or min(LENGTH, config.positions)
     inputs.warn_beyond(length, config, "samples of ")
     ids = text_input.encode(text_input.need_tokenizer(options.model, "read the text"), text)
-    text_input.check_samples(ids, length)
+    text_input.check_enough_text(ids, length)
     with input_errors():
         sizes = (options.bits, options.sparse, options.samples, length)
         check_request(config, ids, *sizes, packed=options.packed)

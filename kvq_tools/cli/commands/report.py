@@ -82,7 +82,7 @@ def _made(options: argparse.Namespace, slices: UntilPressed) -> schema.CacheRepo
         for name, (llama, spec) in zip(names, models, strict=True)
     ]
     window = min(settings.window, text.ids.size)
-    text_evaluation.warn_if_exact(options.cache, config, window, settings)
+    text_evaluation.warn_if_nothing_quantized(options.cache, config, window, settings)
     sample = min(options.sample, text.ids.size, config.positions)
     plan = ReportPlan(
         options.model,

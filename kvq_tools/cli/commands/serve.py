@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> None:
 
 def _serve(options: argparse.Namespace, api_keys: list[str], bound: socket.socket) -> None:
     config = inputs.read_config(options.model, options.cache)
-    inputs.check_calibration(options, config)
+    inputs.check_calibration_option(options, config)
     tokenizer = text_input.need_tokenizer(options.model, "serve text")
     template = (
         None if options.chat_template is None else text_input.read_text(options.chat_template)

@@ -101,11 +101,11 @@ def test_a_prompt_can_come_from_stdin_and_a_byte_order_mark_is_no_part_of_it(tmp
     for content, text in ((BOM + "né\n".encode(), "né\n"), (b"a\r\nb", "a\nb")):
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content)))
         (tmp_path / "prompt.txt").write_bytes(content)
-        assert text_input.read_prompt("-") == text
-        assert text_input.read_prompt(str(tmp_path / "prompt.txt")) == text
+        assert text_input.read_prompt_file("-") == text
+        assert text_input.read_prompt_file(str(tmp_path / "prompt.txt")) == text
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff")))
     with pytest.raises(UserError, match="stdin is not UTF-8 text; convert it to UTF-8"):
-        text_input.read_prompt("-")
+        text_input.read_prompt_file("-")
 
 
 @pytest.mark.parametrize(("backend", "dtype"), [("cpu", "float32"), ("gpu", "bfloat16")])

@@ -10,12 +10,12 @@ import pytest
 
 import kvq_jax as kvq
 from kvq_models import decode_step, forward, prefill
-from kvq_models.llama.model import causal_attention as whole_attention
+from kvq_models.llama.model import causal_attention
 from kvq_models.llama.rope import ropes_for
 from kvq_tools import evaluate, evaluate_caches, measure
 from kvq_tools.evaluation import measure_rows, program_memory
 from kvq_tools.evaluation.compare import compare
-from kvq_tools.evaluation.forward import QUERY_CHUNK, causal_attention
+from kvq_tools.evaluation.forward import QUERY_CHUNK, chunked_attention
 from kvq_tools.evaluation.windows import windows
 from tests.kvq_models.checkpoints import random_llama, tiny_config
 
@@ -119,7 +119,7 @@ def test_fake_is_one_forward_pass_over_round_tripped_keys_and_values(scene):
         for number, layer in enumerate(llama.layers):
             inputs = layer.attention_inputs(hidden, positions, valid, rope)
             k, v, carry = kvq.cache.roundtrip_layer(spec, inputs, (), number, carry)
-            hidden = layer.finish(hidden, whole_attention(inputs.q_rot, k, v, valid))
+            hidden = layer.finish(hidden, causal_attention(inputs.q_rot, k, v, valid))
         return llama.logits(hidden)[0, :-1]
 
     assert len(scene.ids[CUT[-1].begin :]) % spec.block, "the last window is to end inside a block"
@@ -238,8 +238,8 @@ def test_attention_by_chunks_of_queries_is_that_of_the_model():
     q, k, v = (
         jnp.asarray(rng.normal(size=(1, heads, length, 8)), jnp.float32) for heads in (4, 2, 2)
     )
-    wanted = whole_attention(q, k, v, jnp.ones((1, length), bool))
-    found = jax.jit(causal_attention)(q, k, v)
+    wanted = causal_attention(q, k, v, jnp.ones((1, length), bool))
+    found = jax.jit(chunked_attention)(q, k, v)
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
     assert np.abs(np.asarray(found) - np.roll(wanted, 1, axis=2)).max() > 0.1
 
