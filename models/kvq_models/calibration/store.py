@@ -96,11 +96,11 @@ class Store:
         use by another process, and OSError if the disk has no space for the remaining samples.
         Nothing is changed then.
         """
-        self._take_up()
+        self._resume()
         self._check_disk()
-        self._take()
+        self._acquire_lock()
         try:
-            self._take_up()  # again: another process may have worked here until now
+            self._resume()  # again: another process may have worked here until now
             remove_unfinished(self.directory)
             self._write_state()
             (self.directory / FITTED).mkdir(exist_ok=True)
@@ -192,7 +192,7 @@ class Store:
         digest = hashlib.sha256(options.encode()).hexdigest()[:16]
         return self.directory / FITTED / f"{digest}.{layer}.{side}.safetensors"
 
-    def _take(self) -> None:
+    def _acquire_lock(self) -> None:
         """Create the directory if it is missing, and lock it. Raise ValueError if another process
         uses it."""
         for _ in range(ATTEMPTS):
@@ -209,7 +209,7 @@ class Store:
             return
         raise ValueError(f"{str(self.directory)!r} cannot be locked: it disappears again and again")
 
-    def _take_up(self) -> None:
+    def _resume(self) -> None:
         """Read the state, if there is one. Raise ValueError if it belongs to another run, or if the
         directory holds something else."""
         file = self.directory / STATE
@@ -275,8 +275,8 @@ class Store:
         """Return one layer of a file of arrays, memory-mapped, after verifying the checksums of its
         samples."""
         file = self.directory / name
-        sample, dtype = self._arrays[name]
-        shape = *self._runs, *sample
+        of_sample, dtype = self._arrays[name]
+        shape = *self._runs, *of_sample
         size = int(np.prod(shape)) * dtype.itemsize
         if not file.is_file() or file.stat().st_size != size:
             raise ValueError(

@@ -35,15 +35,15 @@ def test_two_seeds_at_once_never_share_a_work_directory(tmp_path: pathlib.Path):
         second.__enter__()
     with pytest.MonkeyPatch.context() as patch:  # it looks before the first has written anything
         (tmp_path / "late").mkdir()
-        late, take = opened(tmp_path / "late", 1), Store._take
+        late, acquire = opened(tmp_path / "late", 1), Store._acquire_lock
 
         def after_the_other(self: Store) -> None:
-            patch.setattr(Store, "_take", take)
+            patch.setattr(Store, "_acquire_lock", acquire)
             with opened(tmp_path / "late", 0):
                 pass
-            take(self)
+            acquire(self)
 
-        patch.setattr(Store, "_take", after_the_other)
+        patch.setattr(Store, "_acquire_lock", after_the_other)
         with pytest.raises(ValueError, match="seed is 0 there and 1 here"):
             late.__enter__()
 

@@ -306,7 +306,7 @@ class Engine:
             events.append(accepted.prompt_event())
         if not finite or accepted.request.max_new_tokens == 0:
             self._end(accepted, "length" if finite else "not-finite", events)
-        elif self._take(accepted, drawn, 0, events):
+        elif self._add_token(accepted, drawn, 0, events):
             self._slots[slot] = accepted
 
     def _next(self, events: list[Event]) -> Accepted | None:
@@ -373,10 +373,10 @@ class Engine:
         self.counts.steps += count
         for drawn in steps:
             for slot, accepted in enumerate(self._slots):
-                if accepted is not None and not self._take(accepted, drawn, slot, events):
+                if accepted is not None and not self._add_token(accepted, drawn, slot, events):
                     self._slots[slot] = None
 
-    def _take(self, accepted: Accepted, drawn: Drawn, row: int, events: list[Event]) -> bool:
+    def _add_token(self, accepted: Accepted, drawn: Drawn, row: int, events: list[Event]) -> bool:
         """Give a request the token that was drawn in a row. Return True if it continues."""
         if not drawn.finite[row]:
             return self._end(accepted, "not-finite", events)
