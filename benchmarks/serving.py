@@ -39,8 +39,8 @@ from benchmarks.serving_report import (
 )
 from kvq_models import load_llama, prepare
 from kvq_models.inference import generation
-from kvq_models.inference.engine.budget import plan
 from kvq_models.inference.engine.engine import Engine
+from kvq_models.inference.engine.engine_size import engine_size
 from kvq_models.inference.engine.prefix_folder import PrefixFolder
 from kvq_models.inference.engine.prefixes import PrefixStore
 from kvq_models.inference.engine.requests import Request, Token
@@ -144,7 +144,7 @@ def one_at_a_time(llama: Llama, work: Work) -> ServingRow:
 def room_of(cache: str, config: LlamaConfig, capacity: int, memory: int) -> RoomRow:
     """Count the sequences that fit. Nothing is allocated."""
     one, two = (
-        plan(cache, config, slots=slots, capacity=capacity, dtype="bfloat16").nbytes
+        engine_size(cache, config, slots=slots, capacity=capacity, dtype="bfloat16").nbytes
         for slots in (1, 2)
     )
     each = two - one

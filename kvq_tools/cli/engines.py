@@ -6,8 +6,8 @@ from __future__ import annotations
 import argparse
 
 import kvq_jax as kvq
-from kvq_models.inference.engine.budget import Budget, plan
 from kvq_models.inference.engine.engine import WIDTHS, Engine
+from kvq_models.inference.engine.engine_size import EngineSize, engine_size
 from kvq_models.inference.engine.prefixes import PrefixStore
 from kvq_models.inference.method_parameters import prepare
 from kvq_models.llama.config import LlamaConfig
@@ -18,11 +18,11 @@ from kvq_tools.cli.model_loading import load_model
 
 def size_of(
     options: argparse.Namespace, config: LlamaConfig, capacity: int | None = None
-) -> Budget:
+) -> EngineSize:
     """Return the size of the engine's caches. capacity: tokens per slot if --capacity is not given.
     Raises UserError if the size does not fit --memory or the device."""
     with input_errors():
-        size = plan(
+        size = engine_size(
             options.cache.spec,
             config,
             memory=options.memory,
@@ -40,7 +40,7 @@ def size_of(
 
 def loaded(
     options: argparse.Namespace,
-    size: Budget,
+    size: EngineSize,
     queue_limit: int,
     *,
     longest: int | None = None,

@@ -14,6 +14,7 @@ import jax
 import kvq_jax as kvq
 from kvq_models.calibration import file as calibration_file
 from kvq_models.calibration.needs import needs
+from kvq_models.inference.engine.limits import CAPACITY_STEP
 from kvq_models.llama import open_checkpoint
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.weights_needed import check_weights
@@ -21,7 +22,6 @@ from kvq_tools.cli.console import UserError, input_errors, warn
 from kvq_tools.cli.planned import NamedCache
 from kvq_tools.evaluation.defaults import CACHE_DTYPE
 
-CAPACITY_STEP = 64  # tokens
 DENSE = NamedCache("dense", kvq.parse("dense"))  # the cache if --cache is left out
 
 

@@ -1,4 +1,5 @@
-"""The sequences that fit are those that a budget finds, and the page has the committed numbers."""
+"""The sequences that fit are those that `engine_size` counts, and the page has the committed
+numbers."""
 
 import pathlib
 
@@ -6,18 +7,20 @@ import numpy as np
 
 from benchmarks import serving, serving_report, serving_start
 from benchmarks.report_file import RESULTS
-from kvq_models.inference.engine.budget import plan
+from kvq_models.inference.engine.engine_size import engine_size
 from tests.kvq_models.checkpoints import tiny_config
 
 
-def test_the_sequences_that_fit_are_those_of_a_budget():
+def test_the_sequences_that_fit_are_those_that_engine_size_counts():
     config, found = tiny_config(max_position_embeddings=640), {}
     for cache in ("dense", "kivi:bits=4", "kivi:bits=2"):
-        memory = plan("dense", config, slots=9, capacity=640, dtype="bfloat16").nbytes
+        memory = engine_size("dense", config, slots=9, capacity=640, dtype="bfloat16").nbytes
         row = serving.room_of(cache, config, 640, memory)
-        assert plan(cache, config, memory=memory, dtype="bfloat16").slots == row.sequences
+        assert engine_size(cache, config, memory=memory, dtype="bfloat16").slots == row.sequences
         assert (
-            plan(cache, config, slots=row.sequences + 1, capacity=640, dtype="bfloat16").nbytes
+            engine_size(
+                cache, config, slots=row.sequences + 1, capacity=640, dtype="bfloat16"
+            ).nbytes
             > memory
         )
         found[cache] = row.sequences

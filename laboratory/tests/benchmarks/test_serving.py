@@ -1,5 +1,5 @@
-"""The benchmark of the server counts what was done, and the sequences that fit are those that a
-budget finds."""
+"""The benchmark of the server counts what was done, and the sequences that fit are those that
+`engine_size` counts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Requests that an engine serves and holds by default."""
+"""Sizes of an engine, and the step between them."""
 
 from __future__ import annotations
 
 SLOTS = 8  # requests at a time
 MOST_SLOTS = 64  # if memory decides
 QUEUE_LIMIT = 64  # requests that wait
+CAPACITY_STEP = 64  # tokens by which capacities differ: each is a program to compile

@@ -12,14 +12,12 @@ from jax.typing import DTypeLike
 from kvq_jax.cache.accounting import nbytes
 from kvq_jax.cache.cache import layout
 from kvq_jax.cache.spec import CacheSpec
-from kvq_models.inference.engine.limits import MOST_SLOTS, SLOTS
+from kvq_models.inference.engine.limits import CAPACITY_STEP, MOST_SLOTS, SLOTS
 from kvq_models.llama.config import LlamaConfig
-
-CAPACITY_STEP = 64
 
 
 @dataclasses.dataclass(frozen=True)
-class Budget:
+class EngineSize:
     """The size of an engine's caches.
 
     `nbytes` counts the slots' cache and the row in which prompts are read, exactly what `Engine`
@@ -31,7 +29,7 @@ class Budget:
     nbytes: int
 
 
-def plan(
+def engine_size(
     spec: CacheSpec | str,
     config: LlamaConfig,
     *,
@@ -39,7 +37,7 @@ def plan(
     slots: int | None = None,
     capacity: int | None = None,
     dtype: DTypeLike | None = None,
-) -> Budget:
+) -> EngineSize:
     """Choose the slots and the capacity that are not given. The default capacity is the length up
     to which the model computes sequences as in training. The default is 8 slots.
 
@@ -74,7 +72,7 @@ def plan(
                 f" prompts in, take {total(*asked)} bytes with {str(spec)!r}, and the memory has"
                 f" {memory} bytes: {fitting}"
             )
-    return Budget(*chosen, nbytes=total(*chosen))
+    return EngineSize(*chosen, nbytes=total(*chosen))
 
 
 def _largest(fits: Callable[[int], bool], longest: int) -> int:

@@ -3,8 +3,8 @@ many slots as fit."""
 
 import pytest
 
-from kvq_models.inference.engine.budget import plan
 from kvq_models.inference.engine.engine import Engine
+from kvq_models.inference.engine.engine_size import engine_size
 from kvq_models.inference.engine.limits import MOST_SLOTS
 from tests.kvq_models.checkpoints import random_llama, tiny_config
 
@@ -15,21 +15,21 @@ SPECS = ("innerq:bits=2", "k=kivi:bits=4+v=int4+cache:sink=3,recent=9,block=32")
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_as_many_slots_as_fit(spec: str):
-    five = plan(spec, CONFIG, slots=5, dtype="float32")
-    found = plan(spec, CONFIG, memory=five.nbytes, dtype="float32")
+    five = engine_size(spec, CONFIG, slots=5, dtype="float32")
+    found = engine_size(spec, CONFIG, memory=five.nbytes, dtype="float32")
     assert found == five
     assert found.capacity == 640
-    assert plan(spec, CONFIG, memory=five.nbytes - 1, dtype="float32").slots == 4
-    assert plan(spec, CONFIG, memory=1 << 40).slots == MOST_SLOTS
+    assert engine_size(spec, CONFIG, memory=five.nbytes - 1, dtype="float32").slots == 4
+    assert engine_size(spec, CONFIG, memory=1 << 40).slots == MOST_SLOTS
 
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_as_many_tokens_as_fit(spec: str):
-    size = plan(spec, CONFIG, slots=3, capacity=320)
-    assert plan(spec, CONFIG, slots=3, memory=size.nbytes) == size
-    assert plan(spec, CONFIG, slots=3, memory=size.nbytes - 1).capacity == 256
-    less = plan(spec, CONFIG, slots=1, capacity=320)
-    assert plan(spec, CONFIG, memory=less.nbytes) == less, (
+    size = engine_size(spec, CONFIG, slots=3, capacity=320)
+    assert engine_size(spec, CONFIG, slots=3, memory=size.nbytes) == size
+    assert engine_size(spec, CONFIG, slots=3, memory=size.nbytes - 1).capacity == 256
+    less = engine_size(spec, CONFIG, slots=1, capacity=320)
+    assert engine_size(spec, CONFIG, memory=less.nbytes) == less, (
         "one slot of the full length does not fit, so the length gives way"
     )
 
@@ -40,17 +40,17 @@ def test_the_bytes_are_those_that_an_engine_allocates():
         engine = Engine(llama, spec, slots=3, capacity=192, dtype="bfloat16")
         assert (
             engine.nbytes
-            == plan(spec, llama.config, slots=3, capacity=192, dtype="bfloat16").nbytes
+            == engine_size(spec, llama.config, slots=3, capacity=192, dtype="bfloat16").nbytes
         )
 
 
 def test_what_does_not_fit_is_refused():
-    size = plan("kivi:bits=2", CONFIG, slots=4, capacity=512).nbytes
+    size = engine_size("kivi:bits=2", CONFIG, slots=4, capacity=512).nbytes
     with pytest.raises(
         ValueError,
         match=rf"\A4 slots of 512 tokens, [^\n]* take {size} bytes with 'kivi:bits=2', and the"
         rf" memory has {size - 1} bytes: up to 448 tokens fit\Z",
     ):
-        plan("kivi:bits=2", CONFIG, slots=4, capacity=512, memory=size - 1)
+        engine_size("kivi:bits=2", CONFIG, slots=4, capacity=512, memory=size - 1)
     with pytest.raises(ValueError, match="give more, or a smaller cache"):
-        plan("kivi:bits=2", CONFIG, memory=1000)
+        engine_size("kivi:bits=2", CONFIG, memory=1000)
