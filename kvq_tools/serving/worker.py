@@ -49,7 +49,7 @@ class Worker:
 
     Args:
         on_first_token: gets the seconds from acceptance to each answer's first token.
-        warm: False if the thread is to call the engine's `warm_up` first.
+        warm_up: True if the thread calls the engine's `warm_up` first.
     """
 
     def __init__(
@@ -57,9 +57,9 @@ class Worker:
         engine: Engine,
         on_first_token: Callable[[float], None] = lambda seconds: None,
         *,
-        warm: bool = True,
+        warm_up: bool = True,
     ):
-        self.engine, self.failure, self.compiling = engine, "", not warm
+        self.engine, self.failure, self.compiling = engine, "", warm_up
         self.error: Exception | None = None
         self.ended: Counter[Reason] = Counter()
         self._on_first_token = on_first_token
@@ -71,9 +71,9 @@ class Worker:
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="kvq-engine", daemon=True)
 
-    def start(self, broken: Callable[[], None] = lambda: None) -> None:
-        """Start the thread. `broken` is called if the programs cannot be compiled."""
-        self._broken = broken
+    def start(self, on_broken: Callable[[], None] = lambda: None) -> None:
+        """Start the thread. `on_broken` is called if the programs cannot be compiled."""
+        self._on_broken = on_broken
         self._thread.start()
 
     def stop(self) -> None:
@@ -124,7 +124,7 @@ class Worker:
         except Exception as error:
             self.error = error
             self._fail(f"its programs cannot be compiled: {type(error).__name__}", for_good=True)
-            self._broken()
+            self._on_broken()
         self.compiling = False
 
     def _run(self) -> None:

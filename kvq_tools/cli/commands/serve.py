@@ -95,7 +95,7 @@ def _answer(
     from kvq_tools.serving.worker import Worker
 
     metrics = Metrics()
-    worker = Worker(engine, metrics.first_token.observe, warm=False)
+    worker = Worker(engine, metrics.first_token.observe)
     metrics.watch(worker)
     name = options.name or os.path.basename(os.path.abspath(options.model))
     service = Service(

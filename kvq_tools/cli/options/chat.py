@@ -52,7 +52,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="the system message (default: the one of the chat template, if any)",
     )
-    shared.add_sampling(parser, max_new_tokens=256)
+    shared.add_generation(parser, max_new_tokens=256)
     shared.add_number(
         parser,
         "--capacity",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from kvq_models.named_models.names import EMBEDDED
+from kvq_models.named_models.names import EMBEDDED_NAME
 from kvq_tools.cli.options import shared, values
 
 CACHES = ("dense", "kivi:bits=4", "kivi:bits=2", "innerq:bits=2")
@@ -40,7 +40,7 @@ examples:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--model", default=EMBEDDED, help=f"{shared.MODEL_HELP} (default: %(default)s)"
+        "--model", default=EMBEDDED_NAME, help=f"{shared.MODEL_HELP} (default: %(default)s)"
     )
     parser.add_argument(
         "--text", metavar="FILE", help="a UTF-8 text (default: the passage that ships with kvq)"

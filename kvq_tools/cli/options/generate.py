@@ -63,7 +63,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "follows the saved text, or ends the user's message of a saved chat",
     )
     shared.add_calibration(parser)
-    shared.add_sampling(parser, max_new_tokens=128)
+    shared.add_generation(parser, max_new_tokens=128)
     shared.add_number(
         parser,
         "--capacity",

@@ -259,7 +259,7 @@ def add_size(parser: argparse.ArgumentParser, *, capacity: bool = True) -> None:
         )
 
 
-def add_sampling(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> None:
+def add_generation(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> None:
     """Add the options of generation that `generate` and `chat` share."""
     add_number(parser, "--max-new-tokens", "N", "stop after N tokens", default=max_new_tokens)
     add_number(

@@ -40,7 +40,7 @@ FORMAT, VERSION, WITHOUT_CHECKSUM = "kvq-calibration", "2", "1"
 _TENSOR = re.compile(r"(layers\.\d+\.[kv])\.(.+)")
 
 
-class Array(NamedTuple):
+class ArrayHeader(NamedTuple):
     """The dtype and shape of an array."""
 
     dtype: str
@@ -228,7 +228,7 @@ def read_calibration(
 def check(
     where: str,
     calibration: Calibration,
-    stored: Mapping[str, Array],
+    stored: Mapping[str, ArrayHeader],
     spec: CacheSpec,
     config: ModelDims,
     model_fingerprint: str | None,
@@ -258,7 +258,7 @@ def check(
                 f" asked for {need.options!r}"
             )
     promised = {
-        f"{name}.{parameter}": Array(described.dtype, described.shape)
+        f"{name}.{parameter}": ArrayHeader(described.dtype, described.shape)
         for name, need in needed.items()
         for parameter, described in need.parameters.items()
     }
@@ -275,7 +275,8 @@ def check_tensors(
 ) -> None:
     """Run `check` on the tensors of a calibration, and check that float tensors are finite."""
     stored = {
-        name: Array(tensor.dtype.name, tensor.shape) for name, tensor in calibration.tensors.items()
+        name: ArrayHeader(tensor.dtype.name, tensor.shape)
+        for name, tensor in calibration.tensors.items()
     }
     for name in check(where, calibration, stored, spec, config, model_fingerprint):
         tensor = calibration.tensors[name]
@@ -295,8 +296,8 @@ def _needed(where: str, spec: CacheSpec, config: ModelDims) -> dict[str, Need]:
 
 def _compare(
     where: str,
-    stored: Mapping[str, Array],
-    promised: Mapping[str, Array],
+    stored: Mapping[str, ArrayHeader],
+    promised: Mapping[str, ArrayHeader],
     keys: Mapping[str, str],
     needed: Mapping[str, Need],
 ) -> None:
@@ -369,9 +370,9 @@ def _texts(text: str) -> dict[str, str]:
     return {str(name): str(options) for name, options in dict(parse_json(text)).items()}
 
 
-def _array(tensor: Any) -> Array:
+def _array(tensor: Any) -> ArrayHeader:
     dtype = str(tensor.get_dtype())
-    return Array(DTYPES.get(dtype, dtype), tuple(tensor.get_shape()))
+    return ArrayHeader(DTYPES.get(dtype, dtype), tuple(tensor.get_shape()))
 
 
 def _difference(stored: CacheDims, asked: CacheDims) -> str:

@@ -32,7 +32,7 @@ from kvq_jax.types.integers import int32
 from kvq_models.inference.checked_input import check_dims, checked_tokens
 from kvq_models.inference.layers import run_layers
 from kvq_models.inference.method_parameters import parameters_for
-from kvq_models.inference.padding import cropped
+from kvq_models.inference.padding import resized
 from kvq_models.inference.prompts import read_prompt
 from kvq_models.llama.flat_llama import FlatLlama
 from kvq_models.llama.model import Llama
@@ -74,7 +74,7 @@ def prefill(
     if logits not in ("last", "all"):
         raise ValueError(f'{logits=} must be "last" or "all"')
     values, cache = read_prompt(llama, cache, tokens, lengths, logits == "all", implementation)
-    return (cropped(values, unpadded.shape[1], fill=np.nan) if logits == "all" else values), cache
+    return (resized(values, unpadded.shape[1], fill=np.nan) if logits == "all" else values), cache
 
 
 def decode_step(
@@ -159,7 +159,7 @@ def score(
     unpadded = int32("tokens", tokens)
     tokens, lengths = checked_tokens(llama, cache, unpadded, lengths)
     logprobs, cache = score_program(llama, cache, tokens, lengths)
-    return cropped(logprobs, unpadded.shape[1]), cache
+    return resized(logprobs, unpadded.shape[1]), cache
 
 
 @functools.partial(jax.jit, donate_argnames="cache")

@@ -24,7 +24,7 @@ from kvq_jax.types.integers import positive
 from kvq_jax.types.pytree import pytree
 from kvq_models.inference.checked_input import checked_tokens
 from kvq_models.inference.decoding import decode_step, implementations
-from kvq_models.inference.padding import bucket, cropped
+from kvq_models.inference.padding import bucket, resized
 from kvq_models.inference.prompts import read_prompt
 from kvq_models.inference.sampling import Sampling, sample
 from kvq_models.llama.flat_llama import FlatLlama
@@ -198,10 +198,10 @@ def stream(
 def generated(state: GenerationState, max_new_tokens: int) -> Generated:
     """Return the result of a state, without the columns that only round its width up."""
     return Generated(
-        cropped(state.tokens, max_new_tokens),
+        resized(state.tokens, max_new_tokens),
         state.lengths,
         state.cache,
-        cropped(state.logprobs, max_new_tokens),
+        resized(state.logprobs, max_new_tokens),
         state.finite,
     )
 

@@ -36,7 +36,7 @@ def padded(
     return wide
 
 
-def cropped(
+def resized(
     array: Shaped[Array, "B W ..."], width: int, fill: float = 0
 ) -> Shaped[Array, "B T ..."]:
     """Return the array with its second axis cut or filled up to `width`.

@@ -102,7 +102,7 @@ class GgufFile:
         name = names[0]
         if ".experts." in name:
             return self._packed_experts(names, dtype)
-        piece, heads = self._slices.get(name), gguf_names.has_swapped_rows(self.config, name)
+        piece, heads = self._slices.get(name), gguf_names.swapped_heads(self.config, name)
         tensor = self._tensors[name if piece is None else piece.stored]
         rows, order = np.arange(tensor.shape[0]), None
         if piece is not None:

@@ -121,7 +121,7 @@ def _expert_count(tensor: GgufTensor) -> int:
     return tensor.shape[0]
 
 
-def has_swapped_rows(config: LlamaConfig, hf_tensor: str) -> int:
+def swapped_heads(config: LlamaConfig, hf_tensor: str) -> int:
     """Return the number of heads whose rows GGUF reorders in this tensor (by its Hugging Face
     name), or 0 if it reorders none."""
     if config.model_type not in _SWAPPED:
@@ -133,7 +133,7 @@ def has_swapped_rows(config: LlamaConfig, hf_tensor: str) -> int:
 
 def in_hf_form(config: LlamaConfig, name: str, tensor: np.ndarray) -> np.ndarray:
     """Return a tensor in Hugging Face's orientation, order of rows and offset of norms."""
-    if heads := has_swapped_rows(config, name):
+    if heads := swapped_heads(config, name):
         return unswapped(tensor, heads)
     if config.unit_offset_norms and name.endswith("norm.weight"):
         return tensor - np.float32(1)  # llama.cpp multiplies by 1 + weight as it is stored

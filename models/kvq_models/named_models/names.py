@@ -7,10 +7,10 @@ from pathlib import Path
 
 from kvq_models.named_models.published import PUBLISHED, megabytes
 
-EMBEDDED = "embedded"
+EMBEDDED_NAME = "embedded"
 # the small Llama that ships with the package, a Hugging Face directory
 EMBEDDED_FOLDER = Path(__file__).parents[1] / "embedded"
-NAMES = (EMBEDDED, *PUBLISHED)
+NAMES = (EMBEDDED_NAME, *PUBLISHED)
 
 
 def located(model: str | os.PathLike[str]) -> str | os.PathLike[str]:
@@ -19,7 +19,7 @@ def located(model: str | os.PathLike[str]) -> str | os.PathLike[str]:
     Only plain words are names: `./smollm2` is a folder. Raises FileNotFoundError, in one line that
     says what to do, if a named model is not on this machine.
     """
-    if model == EMBEDDED:
+    if model == EMBEDDED_NAME:
         if not (EMBEDDED_FOLDER / "config.json").is_file():
             raise FileNotFoundError(
                 "the embedded model is missing in this installation; name a model directory"

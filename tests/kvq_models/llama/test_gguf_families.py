@@ -108,7 +108,7 @@ def test_a_model_computes_what_its_source_does(
     assert row_errors(_logits(llama, TOKENS), wanted).max() < 1e-5
     monkeypatch.setattr(
         gguf_names,
-        "has_swapped_rows",
+        "swapped_heads",
         lambda config, name: 4 * (".q_proj." in name and MODELS_OF_HALVES[config.model_type]),
     )
     monkeypatch.setattr(fused_tensors, "_order", lambda *_: None)  # of Phi-3's slices

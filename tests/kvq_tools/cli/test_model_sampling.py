@@ -8,14 +8,14 @@ import pytest
 from kvq_models.inference.sampling import Sampling
 from kvq_tools.cli import sampling_options
 from kvq_tools.cli.console import UserError
-from kvq_tools.cli.options.shared import add_sampling
+from kvq_tools.cli.options.shared import add_generation
 
 ASKED = Sampling(0.6, 20, 0.95, 0.0)
 
 
 def options(*arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    add_sampling(parser, max_new_tokens=1)
+    add_generation(parser, max_new_tokens=1)
     return parser.parse_args(arguments)
 
 

@@ -103,13 +103,13 @@ def serving(
     keys: Sequence[str] = (KEY,),
     connections: ConnectionLimits | None = None,
     grace_seconds: float = 60,
-    warm: bool = True,
+    warm_up: bool = False,
     **guarded: Collection[str],
 ) -> Iterator[Running]:
-    """Serve an engine until the block ends. guarded: hosts and origins for `create_app`. warm:
-    False if the worker is to warm the engine up."""
+    """Serve an engine until the block ends. guarded: hosts and origins for `create_app`. warm_up:
+    True if the worker warms the engine up."""
     metrics = Metrics()
-    worker = Worker(engine, metrics.first_token.observe, warm=warm)
+    worker = Worker(engine, metrics.first_token.observe, warm_up=warm_up)
     metrics.watch(worker)
     service = Service(
         worker,

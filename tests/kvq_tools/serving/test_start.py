@@ -21,7 +21,10 @@ def test_requests_wait_while_programs_are_compiled(
 ):
     engine, compiled = server.engine(), threading.Event()
     monkeypatch.setattr(engine, "warm_up", lambda wait: compiled.wait(WAIT))
-    with serving(engine, server.tokenizer, warm=False) as starting, ThreadPoolExecutor(1) as client:
+    with (
+        serving(engine, server.tokenizer, warm_up=True) as starting,
+        ThreadPoolExecutor(1) as client,
+    ):
         status, _, health = starting.raw("GET", "/health")
         assert (status, json.loads(health)["status"]) == (503, "compiling")
         asked = {"model": NAME, "prompt": PROMPT, "max_tokens": 2, "temperature": 0}
@@ -46,7 +49,7 @@ def test_a_server_ends_with_the_error_of_a_program_that_cannot_be_compiled(
 
     engine = server.engine()
     monkeypatch.setattr(engine, "warm_up", no_room)
-    worker = Worker(engine, warm=False)
+    worker = Worker(engine)
     bound = bound_socket("127.0.0.1", 0)
     with bound, pytest.raises(RuntimeError, match="no room for a program"):
         serve(FastAPI(), worker, bound)
@@ -56,7 +59,7 @@ def test_a_server_ends_with_the_error_of_a_program_that_cannot_be_compiled(
 def test_nobody_waits_for_a_compiler_at_the_end(server: Running, monkeypatch: pytest.MonkeyPatch):
     engine, compiled = server.engine(), threading.Event()
     monkeypatch.setattr(engine, "warm_up", lambda wait: compiled.wait(WAIT))
-    worker = Worker(engine, warm=False)
+    worker = Worker(engine)
     worker.start()
     before = time.monotonic()
     worker.stop()
