@@ -11,13 +11,14 @@ from kvq_jax import peak_rates
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.weight_count import weight_count
 from kvq_tools.cli.console import UserError, format_bytes
+from kvq_tools.cli.options.plan import Bits, Budget, Bytes
 from kvq_tools.planning.defaults import Bases
 
 WEIGHT_BYTES = 2  # bfloat16
 FEWEST_BITS, MOST_BITS = 1, 8  # of a budget of bytes
 
 
-def budget(options: argparse.Namespace, config: LlamaConfig) -> float | int:
+def budget(options: argparse.Namespace, config: LlamaConfig) -> Budget:
     """Return the budget: --budget, limited to the bytes that a step can read in batch / X seconds.
     One of the two is there.
 
@@ -29,7 +30,7 @@ def budget(options: argparse.Namespace, config: LlamaConfig) -> float | int:
         raise UserError("--device and --tokens-per-second belong together: give both or neither")
     if options.device is None:
         return options.budget
-    if isinstance(options.budget, float):
+    if isinstance(options.budget, Bits):
         raise UserError(
             "a speed is a budget of bytes: give --budget in bytes as well, or leave it out"
         )
@@ -47,11 +48,11 @@ def budget(options: argparse.Namespace, config: LlamaConfig) -> float | int:
             f" step on {device.name}, and {options.batch} sequences leave"
             f" {options.batch / options.tokens_per_second * 1e3:.2f}"
         )
-    return room if options.budget is None else min(room, options.budget)
+    return Bytes(room if options.budget is None else min(room, options.budget.nbytes))
 
 
 def budgets(
-    asked: float | int,
+    budget: Budget,
     choices: Sequence[Bases],
     config: LlamaConfig,
     batch: int,
@@ -60,23 +61,26 @@ def budgets(
 ) -> dict[Bases, float]:
     """Return the bits of a budget for each choice of bases that fits it. Raises ValueError, in one
     line, if none does."""
-    if isinstance(asked, float):
-        for bases in choices:  # too few or too many bits are found here, before any measurement
-            kvq.size.of(bases.spec(asked), config, batch, context, dtype)
-        return dict.fromkeys(choices, asked)
-    fitting, refusals = dict[Bases, float](), list[ValueError]()
-    for bases in choices:
-        try:
-            fitting[bases] = most_bits(asked, config, batch, context, dtype, bases)
-        except ValueError as error:
-            refusals.append(error)
-    if not fitting:
-        raise refusals[0]
-    return fitting
+    match budget:
+        case Bits(bits):
+            for bases in choices:  # refuses too few or too many bits before any measurement
+                kvq.size.of(bases.spec(bits), config, batch, context, dtype)
+            return dict.fromkeys(choices, bits)
+        case Bytes(nbytes):
+            fitting: dict[Bases, float] = {}
+            refusals: list[ValueError] = []
+            for bases in choices:
+                try:
+                    fitting[bases] = most_bits(nbytes, config, batch, context, dtype, bases)
+                except ValueError as error:
+                    refusals.append(error)
+            if not fitting:
+                raise refusals[0]
+            return fitting
 
 
 def most_bits(
-    budget: int, config: LlamaConfig, batch: int, context: int, dtype: str, bases: Bases
+    nbytes: int, config: LlamaConfig, batch: int, context: int, dtype: str, bases: Bases
 ) -> float:
     """Return the most bits whose resident bytes fit, to 1/16. Raises ValueError, in one line, if
     not even the fewest do."""
@@ -85,10 +89,10 @@ def most_bits(
         return kvq.size.of(bases.spec(sixteenths / 16), config, batch, context, dtype).resident
 
     choices = range(16 * FEWEST_BITS, 16 * MOST_BITS + 1)
-    fitting = bisect.bisect_right(choices, budget, key=size)
+    fitting = bisect.bisect_right(choices, nbytes, key=size)
     if not fitting:
         raise ValueError(
-            f"no cache fits {format_bytes(budget)}: {batch} x {context} tokens take"
+            f"no cache fits {format_bytes(nbytes)}: {batch} x {context} tokens take"
             f" {format_bytes(size(choices[0]))} at the least"
         )
     return choices[fitting - 1] / 16

@@ -24,6 +24,7 @@ from kvq_models.llama.checkpoint import load_llama
 from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli import cache_sizes, inputs, interruption, plan_budget, plan_table, text_input
 from kvq_tools.cli.console import UserError, bar, input_errors, loading, print_json
+from kvq_tools.cli.options.plan import Bits, Budget, Bytes
 from kvq_tools.evaluation.results import finite
 from kvq_tools.planning import figure, kept, unmeasured
 from kvq_tools.planning.code_text import code_text
@@ -55,22 +56,22 @@ def run(options: argparse.Namespace) -> None:
         if path := getattr(options, option):
             inputs.output_file(path, f"--{option}")
     with input_errors():
-        asked = plan_budget.budget(options, config)
+        budget = plan_budget.budget(options, config)
         bits = plan_budget.budgets(
-            asked, _bases(options), config, options.batch, context, options.dtype
+            budget, _bases(options), config, options.batch, context, options.dtype
         )
     started = time.perf_counter()
     result = {
         "model": options.model,
-        "budget_bits": options.budget if isinstance(options.budget, float) else None,
-        "budget_bytes": asked if isinstance(asked, int) else None,
+        "budget_bits": budget.bits if isinstance(budget, Bits) else None,
+        "budget_bytes": budget.nbytes if isinstance(budget, Bytes) else None,
         "context": context,
         "batch": options.batch,
         "bf16_bytes": kvq.size.dense_nbytes(config, options.batch, context),
         **(
             _fast(options, config, context, bits)
             if options.text is None or options.fast
-            else _measured(options, config, context, bits, asked)
+            else _measured(options, config, context, bits, budget)
         ),
         "seconds": time.perf_counter() - started,
     }
@@ -200,13 +201,13 @@ def _measured(
     config: LlamaConfig,
     context: int,
     bits: Mapping[Bases, float],
-    budget: float | int,
+    budget: Budget,
 ) -> dict[str, Any]:
     """Return the plan that measurements on a text give."""
 
     def fits(spec: kvq.cache.CacheSpec) -> bool:
         size = kvq.size.of(spec, config, options.batch, context, options.dtype)
-        return isinstance(budget, float) or size.resident <= budget
+        return isinstance(budget, Bits) or size.resident <= budget.nbytes
 
     size = config, options.batch, context, options.dtype
     caches, checked = list[dict[str, Any]](), list[tuple[Checked, Planner]]()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from typing import NamedTuple, TypeAlias
 
 from kvq_jax.peak_rates import DEVICES
 from kvq_tools.cli.options import shared, values
@@ -17,6 +18,21 @@ from kvq_tools.planning.defaults import (
     WINDOW,
     WINDOWS,
 )
+
+
+class Bits(NamedTuple):
+    """A budget in bits per element."""
+
+    bits: float
+
+
+class Bytes(NamedTuple):
+    """A budget in resident bytes."""
+
+    nbytes: int
+
+
+Budget: TypeAlias = Bits | Bytes
 
 _BITS = re.compile(r"(\d{1,18}(?:\.\d+)?) *bits?", re.IGNORECASE)
 
@@ -130,12 +146,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _budget(text: str) -> float | int:
-    """Parse --budget: bits as a float, bytes as an int."""
+def _budget(text: str) -> Budget:
     if match := _BITS.fullmatch(text.strip()):
-        return float(match[1])
+        return Bits(float(match[1]))
     try:
-        return values.byte_size(text)
+        return Bytes(values.byte_size(text))
     except values.NotASizeError:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a budget; write 2.5bits, 600MiB or a number of bytes"

@@ -16,6 +16,7 @@ from kvq_models.calibration.file import Calibration, Origin, predicted_divergenc
 from kvq_models.inference.method_parameters import parameters_for
 from kvq_tools.cli import plan_budget
 from kvq_tools.cli.commands import plan
+from kvq_tools.cli.options.plan import Bytes
 from kvq_tools.planning import kept, measuring, request
 from kvq_tools.planning.allocation import SIDES, costs_of, shared_out
 from kvq_tools.planning.defaults import KEY_BASES, VALUE_BASES, Bases
@@ -127,7 +128,7 @@ def test_bits_of_a_budget_of_bytes_pay_for_the_matrices():
         return kvq.size.of(bases.spec(bits), config, 1, context, "bfloat16").resident
 
     def budgets(budget: int, context: int) -> dict[Bases, float]:
-        return plan_budget.budgets(budget, PREDICTED, config, 1, context, "bfloat16")
+        return plan_budget.budgets(Bytes(budget), PREDICTED, config, 1, context, "bfloat16")
 
     budget = size(2, pairs, 8192)
     bits = budgets(budget, 8192)
