@@ -26,38 +26,39 @@ FAIL_FAST = Field(fail_fast=True)  # a list of a million faults is one error
 MOST_NAME = 200  # characters
 COMPLETION_TOKENS = 16  # OpenAI's default of `max_tokens` for completions
 
-NEUTRAL: dict[str, tuple[Any, ...]] = {  # refused fields, and their values that ask for nothing
-    "audio": (None,),
-    "best_of": (None, 1),
-    "function_call": (None, "none"),
-    "functions": (None, []),
-    "metadata": (None, {}),
-    "modalities": (None, ["text"]),
-    "moderation": (None,),
-    "parallel_tool_calls": (None, True, False),  # of tools, which are refused
-    "prediction": (None,),
-    "prompt_cache_key": (None,),
-    "prompt_cache_options": (None,),
-    "prompt_cache_retention": (None,),
-    "reasoning_effort": (None, "none"),
-    "response_format": (None, {"type": "text"}),
-    "safety_identifier": (None,),
-    "service_tier": (None, "auto", "default"),
-    "store": (None, False),
-    "suffix": (None, ""),
-    "tool_choice": (None, "none", "auto"),
-    "tools": (None, []),
-    "verbosity": (None, "medium"),
-    "web_search_options": (None,),
+# refused fields, and the values beside null that ask for nothing
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "best_of": (1,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "metadata": ({},),
+    "modalities": (["text"],),
+    "moderation": (),
+    "parallel_tool_calls": (True, False),  # of tools, which are refused
+    "prediction": (),
+    "prompt_cache_key": (),
+    "prompt_cache_options": (),
+    "prompt_cache_retention": (),
+    "reasoning_effort": ("none",),
+    "response_format": ({"type": "text"},),
+    "safety_identifier": (),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "verbosity": ("medium",),
+    "web_search_options": (),
 }
 # the same of a message; clients that send an answer back send some of these fields
 NEUTRAL_IN_MESSAGES: dict[str, tuple[Any, ...]] = {
-    "annotations": (None, []),
-    "audio": (None,),
-    "function_call": (None,),
-    "refusal": (None,),
-    "tool_call_id": (None,),
-    "tool_calls": (None, []),
+    "annotations": ([],),
+    "audio": (),
+    "function_call": (),
+    "refusal": (),
+    "tool_call_id": (),
+    "tool_calls": ([],),
 }
 
 
@@ -275,8 +276,8 @@ def _served(
         if name not in neutral:
             raise errors.unrecognized(f"{where}{name}")
         if not any(
-            value == none and isinstance(value, bool) == isinstance(none, bool)
-            for none in neutral[name]
+            value == nothing and isinstance(value, bool) == isinstance(nothing, bool)
+            for nothing in neutral[name]
         ):
             if "tool" in name or "function" in name:
                 raise errors.no_tools(f"{where}{name}")
