@@ -6,7 +6,15 @@ import dataclasses
 
 import numpy as np
 
-from kvq_models.inference.engine.requests import Likely, PromptRead, Request, Ticket, Token
+from kvq_models.inference.engine.requests import (
+    Event,
+    Likely,
+    PromptRead,
+    Reason,
+    Request,
+    Ticket,
+    Token,
+)
 from kvq_models.inference.row_sampling import Drawn
 from kvq_models.inference.sampling import Sampling
 
@@ -49,6 +57,21 @@ class Accepted:
             self.penalty += 0 if token in self.tokens else asked.presence_penalty
         self.tokens.append(token)
         self.drawn_logprobs.append(logprob)
+
+    def take(self, drawn: Drawn, row: int, events: list[Event], counts: Counts) -> Reason | None:
+        """Add the token that was drawn in a row, and its event unless it was sent before. Return
+        the reason if the request ends with it."""
+        if not drawn.finite[row]:
+            return "not-finite"
+        self.add_token(int(drawn.token[row]), float(drawn.logprob[row]))
+        counts.new_tokens += 1
+        if self.drawn > len(self.replayed):
+            events.append(self.token_event(drawn, row))
+        elif self.sent_wrong:
+            return "damaged"  # what was sent came from damage
+        if self.last in self.request.end_ids:
+            return "ended"
+        return "length" if self.drawn >= self.request.max_new_tokens else None
 
     def prompt_event(self) -> PromptRead:
         """Return the event of the prompt, with the scores that were asked for."""

@@ -23,6 +23,8 @@ from kvq_models.inference.row_sampling import row_rules
 from kvq_models.llama.flat_llama import FlatLlama
 from kvq_models.llama.model import Llama
 
+IDLE_SECONDS = 0.05  # how long an engine without running requests waits for a program
+
 Kind: TypeAlias = tuple[int, bool]  # the width of a program, and True if it scores the prompt
 
 

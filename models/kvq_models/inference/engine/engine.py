@@ -33,7 +33,7 @@ from kvq_jax.placement.placement import Placement
 from kvq_models.inference.decoding import implementations
 from kvq_models.inference.engine import programs
 from kvq_models.inference.engine.accepted import Accepted, Counts
-from kvq_models.inference.engine.compiling import Compiler, compile_at_once
+from kvq_models.inference.engine.compiling import IDLE_SECONDS, Compiler, compile_at_once
 from kvq_models.inference.engine.limits import QUEUE_LIMIT
 from kvq_models.inference.engine.prefix_rows import PrefixRows
 from kvq_models.inference.engine.prefixes import PrefixStore
@@ -53,9 +53,8 @@ from kvq_models.inference.row_sampling import Drawn, row_rules
 from kvq_models.llama.flat_llama import FlatLlama
 from kvq_models.llama.model import Llama
 
-# of prefill programs; the last is the longest chunk that other requests wait for
+# widths of the prefill programs; the last is the longest chunk that other requests wait for
 WIDTHS = (64, 96, 128, 192, 256)
-COMPILING_SECONDS = 0.05  # for which a round without slots waits for a program
 
 _log = logging.getLogger("kvq.engine")
 
@@ -206,9 +205,8 @@ class Engine:
         spec, dims, placement = self._row_layout.spec, self.llama.config, self.placement
         self.cache = init_cache(spec, dims, rows, capacity, dtype, placement)
         self._row = init_cache(spec, dims, 1, capacity, dtype, placement)
-        vocabulary = dims.vocab_size
-        self._no_logits = jax.device_put(np.zeros((1, vocabulary), np.float32))
-        self._offsets = programs.no_offsets(rows, vocabulary, placement)
+        self._no_logits = jax.device_put(np.zeros((1, dims.vocab_size), np.float32))
+        self._offsets = programs.no_offsets(rows, dims.vocab_size, placement)
 
     def submit(self, request: Request) -> Ticket:
         """Accept a request. Raises ValueError if it does not fit the model or the capacity,
@@ -253,11 +251,7 @@ class Engine:
                 self._slots[slot] = None
                 self._end(accepted, "cancelled", events)
         if self._reading and self._reading[1].cancelled:
-            slot, accepted = self._reading
-            # Its half-read row goes into the slot, which stays vacant. An empty row comes back.
-            self._fill(slot, self._no_logits, accepted)
-            self._reading = None
-            self._end(accepted, "cancelled", events)
+            self._end(self._stop_reading(*self._reading), "cancelled", events)
 
     def _renew_damaged(self, sweep: Sweep) -> None:
         """Let requests whose memory was damaged begin again, before the others in the queue."""
@@ -266,17 +260,19 @@ class Engine:
             if accepted is not None:
                 self._renew(accepted)
         if self._reading is not None and sweep.row_damaged(self._row, self._reading[1]):
-            slot, accepted = self._reading
-            self._fill(slot, self._no_logits, accepted)
-            self._reading = None
-            self._renew(accepted)
+            self._renew(self._stop_reading(*self._reading))
 
-    def _renew(self, accepted: Accepted) -> bool:
+    def _renew(self, accepted: Accepted) -> None:
         _log.error("memory of a request was damaged; it is computed again")
         self.counts.damaged += 1
         accepted.begin_again()
         self._queue.appendleft(accepted)
-        return False
+
+    def _stop_reading(self, slot: int, accepted: Accepted) -> Accepted:
+        """Put the half-read row into the slot, which stays vacant. An empty row comes back."""
+        self._fill(slot, self._no_logits, accepted)
+        self._reading = None
+        return accepted
 
     def _read_chunk(self, events: list[Event]) -> None:
         logits = None
@@ -287,10 +283,7 @@ class Engine:
                 return
             self._queue.remove(ready)
             self._reading = vacant[0], ready
-            if self._sweep is not None:
-                self._row = self._sweep.empty(self._row, self.counts)
-            if self._rows is not None and not ready.request.prompt_logprobs:
-                logits, self._row = self._rows.recall(ready, self._row, self.counts)
+            logits = self._begin_reading(ready)
         slot, accepted = self._reading
         if accepted.read < len(accepted.request.prompt):
             logits = self._prefill(accepted)
@@ -298,6 +291,21 @@ class Engine:
                 return
         assert logits is not None, "logits come with the last chunk"
         self._reading = None
+        self._begin_decoding(slot, accepted, logits, events)
+
+    def _begin_reading(self, accepted: Accepted) -> jax.Array | None:
+        """Prepare the row for a prompt. Return the logits after its stored beginning, if any."""
+        if self._sweep is not None:
+            self._row = self._sweep.empty(self._row, self.counts)
+        if self._rows is None or accepted.request.prompt_logprobs:
+            return None
+        logits, self._row = self._rows.recall(accepted, self._row, self.counts)
+        return logits
+
+    def _begin_decoding(
+        self, slot: int, accepted: Accepted, logits: jax.Array, events: list[Event]
+    ) -> None:
+        """Move a prompt from the row into its slot, and draw its first token from the logits."""
         if self._sweep is not None:
             self._sweep.fill(self.cache, slot, self._row, accepted)
         drawn = self._fill(slot, logits, accepted)
@@ -306,7 +314,7 @@ class Engine:
             events.append(accepted.prompt_event())
         if not finite or accepted.request.max_new_tokens == 0:
             self._end(accepted, "length" if finite else "not-finite", events)
-        elif self._add_token(accepted, drawn, 0, events):
+        elif self._continues(accepted, drawn, 0, events):
             self._slots[slot] = accepted
 
     def _next(self, events: list[Event]) -> Accepted | None:
@@ -325,7 +333,7 @@ class Engine:
                 self._end(accepted, "failed", events)
         self._compiler.forget_failed()
         if self._queue and not ready and not any(self._slots):
-            self._compiler.wait(COMPILING_SECONDS)
+            self._compiler.wait(IDLE_SECONDS)
         return ready[0] if ready else None
 
     def _prefill(self, accepted: Accepted) -> jax.Array:
@@ -363,8 +371,7 @@ class Engine:
         if not any(self._slots):
             return
         reads = self._reading is not None or (self._queue and None in self._slots)
-        most = 1 if reads else self.steps
-        count = steps_of_call(self._slots, most, self._step_seconds)
+        count = steps_of_call(self._slots, 1 if reads else self.steps, self._step_seconds)
         began = time.perf_counter()
         steps, self.cache, self._offsets = step(
             self._model, self.cache, self._offsets, self._slots, count, self.implementation
@@ -373,28 +380,20 @@ class Engine:
         self.counts.steps += count
         for drawn in steps:
             for slot, accepted in enumerate(self._slots):
-                if accepted is not None and not self._add_token(accepted, drawn, slot, events):
+                if accepted is not None and not self._continues(accepted, drawn, slot, events):
                     self._slots[slot] = None
 
-    def _add_token(self, accepted: Accepted, drawn: Drawn, row: int, events: list[Event]) -> bool:
-        """Give a request the token that was drawn in a row. Return True if it continues."""
-        if not drawn.finite[row]:
-            return self._end(accepted, "not-finite", events)
-        asked = accepted.request
-        accepted.add_token(int(drawn.token[row]), float(drawn.logprob[row]))
-        self.counts.new_tokens += 1
-        if accepted.drawn > len(accepted.replayed):
-            events.append(accepted.token_event(drawn, row))
-        elif accepted.sent_wrong:
-            return self._end(accepted, "damaged", events)  # what was sent came from damage
-        ended = accepted.last in asked.end_ids
-        if not ended and accepted.drawn < asked.max_new_tokens:
+    def _continues(self, accepted: Accepted, drawn: Drawn, row: int, events: list[Event]) -> bool:
+        """Give a request the token that was drawn in a row. Return True if it continues there."""
+        reason = accepted.take(drawn, row, events, self.counts)
+        if reason is None:
             return True
-        in_slot = accepted is self._slots[row]
+        in_slot = accepted is self._slots[row] and reason in ("ended", "length")
         if self._sweep and in_slot and self._sweep.slot_damaged(self.cache, row, accepted):
-            return self._renew(accepted)
-        return self._end(accepted, "ended" if ended else "length", events)
-
-    def _end(self, accepted: Accepted, reason: Reason, events: list[Event]) -> bool:
-        events.append(Ended(accepted.ticket, reason))
+            self._renew(accepted)
+        else:
+            self._end(accepted, reason, events)
         return False
+
+    def _end(self, accepted: Accepted, reason: Reason, events: list[Event]) -> None:
+        events.append(Ended(accepted.ticket, reason))
