@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,19 +49,28 @@ class RowRules:
     alternatives: Bool[Given, "B"]
 
 
-def row_rules(rows: Iterable[tuple[Sampling, int, int, int, bool]]) -> RowRules:
-    """Return the rules of rows (sampling, seed, choice, step, alternatives) as NumPy arrays, so
-    that nothing is compiled."""
-    samplings, seeds, choices, steps, alternatives = zip(*rows, strict=True)
+class RowRule(NamedTuple):
+    """One row of `RowRules`."""
+
+    sampling: Sampling = Sampling()
+    seed: int = 0
+    choice: int = 0
+    step: int = 0
+    alternatives: bool = False
+
+
+def row_rules(rows: Iterable[RowRule]) -> RowRules:
+    """Return the rules of rows as NumPy arrays, so that nothing is compiled."""
+    rows = tuple(rows)
     return RowRules(
-        temperature=np.array([sampling.temperature for sampling in samplings], np.float32),
-        top_k=np.array([sampling.top_k for sampling in samplings], np.int32),
-        top_p=np.array([sampling.top_p for sampling in samplings], np.float32),
-        min_p=np.array([sampling.min_p for sampling in samplings], np.float32),
-        seed=np.array(seeds, np.uint32),
-        choice=np.array(choices, np.int32),
-        step=np.array(steps, np.int32),
-        alternatives=np.array(alternatives, bool),
+        temperature=np.array([row.sampling.temperature for row in rows], np.float32),
+        top_k=np.array([row.sampling.top_k for row in rows], np.int32),
+        top_p=np.array([row.sampling.top_p for row in rows], np.float32),
+        min_p=np.array([row.sampling.min_p for row in rows], np.float32),
+        seed=np.array([row.seed for row in rows], np.uint32),
+        choice=np.array([row.choice for row in rows], np.int32),
+        step=np.array([row.step for row in rows], np.int32),
+        alternatives=np.array([row.alternatives for row in rows], bool),
     )
 
 

@@ -7,6 +7,7 @@ import numpy as np
 
 from kvq_models.inference.row_sampling import (
     MOST_ALTERNATIVES,
+    RowRule,
     RowRules,
     draw,
     filter_rows,
@@ -31,7 +32,7 @@ jitted, alone = jax.jit(draw), jax.jit(sample, static_argnames="sampling")
 def rules_of(
     rules: tuple[Sampling, ...], seed: int, step: int, alternatives: bool = False
 ) -> RowRules:
-    return row_rules((rule, seed, row, step, alternatives) for row, rule in enumerate(rules))
+    return row_rules(RowRule(rule, seed, row, step, alternatives) for row, rule in enumerate(rules))
 
 
 def logits_of(seed: int) -> jax.Array:

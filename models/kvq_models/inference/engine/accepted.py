@@ -15,11 +15,10 @@ from kvq_models.inference.engine.requests import (
     Ticket,
     Token,
 )
-from kvq_models.inference.row_sampling import Drawn
-from kvq_models.inference.sampling import Sampling
+from kvq_models.inference.row_sampling import Drawn, RowRule
 
 # the rule of a slot without a request
-VACANT = (Sampling(), 0, 0, 0, False)
+VACANT = RowRule()
 
 
 @dataclasses.dataclass
@@ -44,10 +43,10 @@ class Accepted:
     likely: list[Likely] = dataclasses.field(default_factory=list)
 
     @property
-    def rule(self) -> tuple[Sampling, int, int, int, bool]:
+    def rule(self) -> RowRule:
         """The rule of the next token."""
         asked = self.request
-        return asked.sampling, asked.seed, asked.choice, self.drawn, asked.alternatives > 0
+        return RowRule(asked.sampling, asked.seed, asked.choice, self.drawn, asked.alternatives > 0)
 
     def add_token(self, token: int, logprob: float) -> None:
         """Note a token that was drawn."""
