@@ -116,8 +116,20 @@ def share(
     memory = MEMORY.get(device.name)
     milliseconds = 1e3 * (read / device.bandwidth + moves * LATENCY)
     fits = None if memory is None else total <= memory
-    sizes = weights, body, windows, parameters, working, total
-    return DeviceShare(str(placement), placement.devices, *sizes, read, moves, milliseconds, fits)
+    return DeviceShare(
+        placement=str(placement),
+        devices=placement.devices,
+        weight_bytes=weights,
+        body_bytes=body,
+        window_bytes=windows,
+        parameter_bytes=parameters,
+        working_bytes=working,
+        total_bytes=total,
+        read_bytes=read,
+        collectives=moves,
+        milliseconds=milliseconds,
+        fits=fits,
+    )
 
 
 def collectives(config: LlamaConfig, dtype: str, placement: kvq.Placement) -> int:
