@@ -90,10 +90,12 @@ class TimedGeneration:
             state = generation.begun(self._cache, self._logits, self.max_new_tokens)
             compile_steps(self._llama, state, *how)
 
-    def _start(self, llama: Llama, cache: Cache, tokens: Array, lengths: Array) -> GenerationState:
+    def _start(self) -> GenerationState:
         if self._logits is not None:
-            return generation.begun(cache, self._logits, self.max_new_tokens)
-        return generation.start(llama, cache, tokens, lengths, self._settings)
+            return generation.begun(self._cache, self._logits, self.max_new_tokens)
+        return generation.start(
+            self._llama, self._cache, self._tokens, self._lengths, self._settings
+        )
 
     def segments(self, steps: int, seconds: float = 0.0) -> Iterator[Generated]:
         """Yield all tokens so far after every `steps` new ones, or with `seconds` after `steps` and
@@ -101,9 +103,7 @@ class TimedGeneration:
         one."""
         started = time.perf_counter()
         with self._reading:
-            state = jax.block_until_ready(
-                self._start(self._llama, self._cache, self._tokens, self._lengths)
-            )
+            state = jax.block_until_ready(self._start())
         self.prefill_seconds = time.perf_counter() - started
         most, until = self.max_new_tokens, 0
         while until < most and not np.asarray(state.ended).all():
@@ -149,19 +149,21 @@ def compile_generation(
     placement = cache.placement
     if placement is not None:
         tokens, lengths = jax.device_put((tokens, lengths), placement.everywhere)
-    prompt = llama, cache, tokens, lengths, False, settings.implementation
     logits = jax.ShapeDtypeStruct((cache.batch, llama.config.vocab_size), jnp.float32)
+    reading = functools.partial(
+        lowered_prompt, llama, cache, tokens, lengths, implementation=settings.implementation
+    )
     begun = functools.partial(generation.begun, max_new_tokens=settings.max_new_tokens)
     state = jax.eval_shape(begun, cache, logits)
     if placement is not None:
-        (program,) = lowered_prompt(*prompt)
+        (program,) = reading()
         where, filled = program.compile().output_shardings
         state = _placed(state, [*jax.tree.leaves(filled), where], placement)
         compile_steps(llama, state, settings, history, drafts)
         return
     with ThreadPoolExecutor(1) as beside:
         steps = beside.submit(_lowered_steps(llama, state, settings, history, drafts).compile)
-        for program in lowered_prompt(*prompt):
+        for program in reading():
             program.compile()
         _begin_counters(state)
         steps.result()

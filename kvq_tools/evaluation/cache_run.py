@@ -119,7 +119,7 @@ class CacheRun:
             ]
             return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *steps)
         new = jnp.clip(self.batch.lengths - part.start, 0, now.shape[1])
-        logits, self.cache = read_prompt(self.llama, self.cache, now, new, True)
+        logits, self.cache = read_prompt(self.llama, self.cache, now, new, all_logits=True)
         return _compared(logits, exact, following)
 
     def _decode(self, at: int, *arrays: Array) -> Terms:

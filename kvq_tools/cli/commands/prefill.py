@@ -41,13 +41,15 @@ def run(options: argparse.Namespace) -> None:
             options.cache.spec, llama.config, capacity, inputs.rows_dtype(options)
         )
     tokens, lengths = decoding.checked_tokens(llama, cache, [prompt], None)
-    arguments = llama, cache, tokens, lengths, False, options.implementation
+    arguments, implementation = (llama, cache, tokens, lengths), options.implementation
     with console.progress("compiling"):
-        for program in prompts.lowered_prompt(*arguments):
+        for program in prompts.lowered_prompt(*arguments, implementation=implementation):
             program.compile()
     started = time.perf_counter()
     with reading(len(prompt), config.num_hidden_layers):
-        logits, cache = jax.block_until_ready(prompts.read_prompt(*arguments))
+        logits, cache = jax.block_until_ready(
+            prompts.read_prompt(*arguments, implementation=implementation)
+        )
     seconds = time.perf_counter() - started
     console.check_finite([] if bool(jax.numpy.isfinite(logits).all()) else [options.cache.text])
     handover.save(out, llama, model_fingerprint, cache, prompt, logits, opening)

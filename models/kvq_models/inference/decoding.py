@@ -73,7 +73,9 @@ def prefill(
     tokens, lengths = checked_tokens(llama, cache, unpadded, lengths)
     if logits not in ("last", "all"):
         raise ValueError(f'{logits=} must be "last" or "all"')
-    values, cache = read_prompt(llama, cache, tokens, lengths, logits == "all", implementation)
+    values, cache = read_prompt(
+        llama, cache, tokens, lengths, all_logits=logits == "all", implementation=implementation
+    )
     return (resized(values, unpadded.shape[1], fill=np.nan) if logits == "all" else values), cache
 
 

@@ -224,7 +224,7 @@ def start(
         raise ValueError(
             f"row {np.asarray(lengths).argmin()} has an empty prompt; give at least one token"
         )
-    logits, cache = read_prompt(llama, cache, tokens, lengths, False, implementation)
+    logits, cache = read_prompt(llama, cache, tokens, lengths, implementation=implementation)
     return begun(cache, logits, max_new_tokens)
 
 

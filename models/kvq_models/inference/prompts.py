@@ -28,12 +28,15 @@ def read_prompt(
     cache: Cache,
     tokens: NewTokens,
     lengths: NewLengths,
+    *,
     all_logits: bool = False,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "..."], Cache]:
     """Do what `prefill` does, without its checks. The cache is consumed."""
     if not by_layers(llama, cache, tokens, lengths):
-        return prompt_program(llama, cache, tokens, lengths, all_logits, implementation)
+        return prompt_program(
+            llama, cache, tokens, lengths, all_logits=all_logits, implementation=implementation
+        )
     layers = prompt_layers(llama, cache, implementation)
     output = layers.through(tokens, lengths)
     return layers.logits(output, lengths, all_logits=all_logits), output.cache
@@ -44,13 +47,17 @@ def lowered_prompt(
     cache: Cache,
     tokens: NewTokens,
     lengths: NewLengths,
+    *,
     all_logits: bool = False,
     implementation: Implementation = None,
 ) -> list[Lowered]:
     """Return the programs of `read_prompt`, to be compiled. Nothing is consumed."""
     if not by_layers(llama, cache, tokens, lengths):
-        arguments = llama, cache, tokens, lengths, all_logits, implementation
-        return [prompt_program.lower(*arguments)]
+        return [
+            prompt_program.lower(
+                llama, cache, tokens, lengths, all_logits=all_logits, implementation=implementation
+            )
+        ]
     layers = prompt_layers(llama, cache, implementation)
     return layers.lowered(tokens, lengths, all_logits=all_logits)
 
@@ -70,6 +77,7 @@ def prompt_program(
     cache: Cache,
     tokens: Int[Array, "B T"],
     lengths: LengthsB,
+    *,
     all_logits: bool = False,
     implementation: Implementation = None,
     as_hidden: bool = False,
@@ -100,6 +108,8 @@ def read_hidden(
 ) -> tuple[HiddenBTD, Cache]:
     """Do what `read_prompt` does, but return the last layer's output in place of the logits."""
     if not by_layers(llama, cache, tokens, lengths):
-        return prompt_program(llama, cache, tokens, lengths, False, implementation, as_hidden=True)
+        return prompt_program(
+            llama, cache, tokens, lengths, implementation=implementation, as_hidden=True
+        )
     output = prompt_layers(llama, cache, implementation).through(tokens, lengths)
     return output.hidden, output.cache

@@ -57,7 +57,7 @@ def test_layers_one_by_one_have_the_bits_of_one_program(name):
     assert not differing((logits, cache), (expected, whole)), name
     more, few = tokens[:, :16], np.array([9, 0], np.int32)
     after, once = (
-        read(llama, held, more, few, True)
+        read(llama, held, more, few, all_logits=True)
         for read, held in ((read_prompt, cache), (prompt_program, whole))
     )
     assert not differing(after, once), f"{name}: a second prompt"

@@ -54,7 +54,7 @@ def compile_at_once(
             for lowered in (
                 # the one that takes longest begins first
                 lambda: [programs.step_slots.lower(model, cache, offsets, *step, implementation)],
-                lambda: lowered_prompt(llama, row, *chunk, False, implementation),
+                lambda: lowered_prompt(llama, row, *chunk, implementation=implementation),
                 lambda: [
                     programs.fill_slot.lower(
                         cache, row, offsets, np.int32(0), logits, programs.padded_bias(()), vacant
@@ -144,7 +144,9 @@ class Compiler:
                 self._llama, row, tokens, lengths, tokens, self._implementation
             )
         else:
-            _, row = read_prompt(self._llama, row, tokens, lengths, False, self._implementation)
+            _, row = read_prompt(
+                self._llama, row, tokens, lengths, implementation=self._implementation
+            )
         none = jax.device_put(np.zeros(1, np.int32), self._layout.lengths.sharding)
         return dataclasses.replace(row, lengths=none)
 

@@ -52,6 +52,6 @@ def read_chunk(
         )
         accepted.add_scores(len(after), *(np.asarray(score) for score in scores))
     else:
-        logits, row = read_prompt(llama, row, tokens, lengths, False, implementation)
+        logits, row = read_prompt(llama, row, tokens, lengths, implementation=implementation)
     accepted.read += count
     return logits, row
