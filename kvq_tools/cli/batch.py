@@ -18,6 +18,7 @@ import filelock
 
 from kvq_jax.files.json_text import parse_json
 from kvq_models.inference.engine.engine import Engine
+from kvq_models.inference.engine.engine_size import EngineSize
 from kvq_models.inference.engine.requests import Ended, Request, Token
 from kvq_models.inference.sampling import Sampling
 from kvq_models.llama.config import LlamaConfig
@@ -50,6 +51,23 @@ class PromptLine:
     plain: bool
 
 
+@dataclasses.dataclass
+class Tally:
+    """Counts over the answers of a run. `ended_at_once`: True if any answer to a plain prompt was
+    an end token alone."""
+
+    new_tokens: int = 0
+    not_finite: int = 0
+    ended_at_once: bool = False
+    seconds: float = 0.0
+
+    def add(self, item: PromptLine, ids: list[int], reason: str) -> None:
+        """Count an answer."""
+        self.new_tokens += len(ids)
+        self.not_finite += reason == "not-finite"
+        self.ended_at_once |= item.plain and len(ids) == 1 and reason == "ended"
+
+
 def run(options: argparse.Namespace) -> None:
     """Answer the prompts of --prompts that --out does not have yet."""
     out_file = inputs.output_file(options.out)
@@ -57,54 +75,91 @@ def run(options: argparse.Namespace) -> None:
     inputs.check_calibration_option(options, config)
     tokenizer = text_input.load_tokenizer(options.model)
     items = read_items(options, config, tokenizer)
+    size: EngineSize | None = None
+    tally = Tally()
     with _answers(out_file) as (before, out):
         pending = _pending(options.out, items, before)
-        started, size, tokens, not_finite, at_once = time.monotonic(), None, 0, 0, False
         if pending:
-            need = max(len(item.request.prompt) + item.request.max_new_tokens for item in pending)
-            size = engines.size_of(options, config, inputs.rounded_capacity(need))
-            if need > size.capacity:
-                raise console.UserError(
-                    f"the longest prompt and its new tokens are {need} tokens, and the capacity is"
-                    f" {size.capacity}"
-                )
-            inputs.warn_beyond(need, config)
-            longest = max(len(item.request.prompt) for item in pending)
-            engine = engines.loaded(options, size, QUEUE, longest=longest)
-            with console.progress("compiling"):
-                engine.warm_up()
-            started = time.monotonic()
-            with interruption.advised("run the same command again to continue"):
-                shown = console.bar(pending, "generating answers")
-                for _, (item, ids, reason) in zip(shown, answered(engine, pending), strict=True):
-                    prompt, ends = list(item.request.prompt), config.eos_token_ids
-                    text = None
-                    if tokenizer is not None:
-                        text = Continuation(tokenizer, prompt, ends).text(ids)
-                    _write(out, item, ids, reason, text)
-                    tokens, not_finite = tokens + len(ids), not_finite + (reason == "not-finite")
-                    at_once |= item.plain and len(ids) == 1 and reason == "ended"
-    seconds = time.monotonic() - started
-    result: dict[str, Any] = {
+            size = _engine_size(options, config, pending)
+            engine = _compiled_engine(options, size, pending)
+            _answer(engine, pending, out, tokenizer, config, tally)
+    result = _result(options, len(items), len(pending), size, tally)
+    if options.json:
+        console.print_json("batch", result)
+    else:
+        print_line(_in_words(result, options.cache.text))
+    advice = "try --chat and another --out"
+    text_input.advise_chat(tokenizer, advice, ended_at_once=tally.ended_at_once)
+    count = tally.not_finite
+    console.check_finite([f"{options.cache.text} ({count} answers)"] if count else [])
+
+
+def _engine_size(
+    options: argparse.Namespace, config: LlamaConfig, pending: list[PromptLine]
+) -> EngineSize:
+    """Return the size of an engine that can hold each prompt with its answer."""
+    need = max(len(item.request.prompt) + item.request.max_new_tokens for item in pending)
+    size = engines.size_of(options, config, inputs.rounded_capacity(need))
+    if need > size.capacity:
+        raise console.UserError(
+            f"the longest prompt and its new tokens are {need} tokens, and the capacity is"
+            f" {size.capacity}"
+        )
+    inputs.warn_beyond(need, config)
+    return size
+
+
+def _compiled_engine(
+    options: argparse.Namespace, size: EngineSize, pending: list[PromptLine]
+) -> Engine:
+    longest = max(len(item.request.prompt) for item in pending)
+    engine = engines.loaded(options, size, QUEUE, longest=longest)
+    with console.progress("compiling"):
+        engine.warm_up()
+    return engine
+
+
+def _answer(
+    engine: Engine,
+    pending: list[PromptLine],
+    out: BinaryIO,
+    tokenizer: Any,
+    config: LlamaConfig,
+    tally: Tally,
+) -> None:
+    """Answer the prompts, write each answer once it ends, and count them."""
+    started = time.monotonic()
+    with interruption.advised("run the same command again to continue"):
+        shown = console.bar(pending, "generating answers")
+        for _, (item, ids, reason) in zip(shown, answered(engine, pending), strict=True):
+            text = None
+            if tokenizer is not None:
+                prompt, ends = list(item.request.prompt), config.eos_token_ids
+                text = Continuation(tokenizer, prompt, ends).text(ids)
+            _write(out, item, ids, reason, text)
+            tally.add(item, ids, reason)
+    tally.seconds = time.monotonic() - started
+
+
+def _result(
+    options: argparse.Namespace, prompts: int, answers: int, size: EngineSize | None, tally: Tally
+) -> dict[str, Any]:
+    """Return what --json prints about a run that answered some of the prompts."""
+    speed = tally.new_tokens / tally.seconds if tally.new_tokens else None
+    return {
         "model": options.model,
         "cache": str(options.cache.spec),
-        "prompts": len(items),
-        "answered_before": len(items) - len(pending),
-        "answered": len(pending),
-        "new_tokens": tokens,
-        "seconds": seconds,
-        "tokens_per_second": tokens / seconds if tokens else None,
+        "prompts": prompts,
+        "answered_before": prompts - answers,
+        "answered": answers,
+        "new_tokens": tally.new_tokens,
+        "seconds": tally.seconds,
+        "tokens_per_second": speed,
         "slots": size.slots if size else None,
         "capacity": size.capacity if size else None,
         "cache_bytes": size.nbytes if size else None,
         "out": options.out,
     }
-    if options.json:
-        console.print_json("batch", result)
-    else:
-        print_line(_in_words(result, options.cache.text))
-    text_input.advise_chat(tokenizer, "try --chat and another --out", ended_at_once=at_once)
-    console.check_finite([f"{options.cache.text} ({not_finite} answers)"] if not_finite else [])
 
 
 def answered(
