@@ -59,7 +59,10 @@ def run(options: argparse.Namespace) -> None:
         "texts": list(tables.texts),
         "caches": caches,
     }
-    print_json("fits", result) if options.json else _print(result, tables)
+    if options.json:
+        print_json("fits", result)
+    else:
+        _print(result, tables)
 
 
 def _described(

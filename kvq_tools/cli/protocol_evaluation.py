@@ -78,7 +78,10 @@ def run(options: argparse.Namespace) -> None:
             for reading, numbers in measured.items()
         },
     }
-    print_json("protocol", result) if options.json else _print(result)
+    if options.json:
+        print_json("protocol", result)
+    else:
+        _print(result)
     check_finite(
         [c["name"] for c in result["caches"] for reading in measured if c[reading]["kl"] is None]
     )

@@ -137,7 +137,8 @@ def run_task(
         shown = dict(batch=options.batch, progress=batches, message=message)
         for answer in run(model, spec, task, samples, prompts, **shown):
             answers.append(answer)
-            broken += [] if answer.finite else [text]
+            if not answer.finite:
+                broken.append(text)
             _write(options.answers, {"cache": text} | described(samples[answer.index], answer))
         if measured and len(answers) < len(samples):
             break  # after Ctrl-C: scores of fewer samples are not comparable
@@ -148,7 +149,10 @@ def run_task(
         if batches.pressed:
             break
     result = _result(options, measured, rules, settings)
-    console.print_json("task", result) if options.json else _print(result)
+    if options.json:
+        console.print_json("task", result)
+    else:
+        _print(result)
     console.check_finite(broken)
     if batches.pressed:
         raise KeyboardInterrupt(

@@ -42,7 +42,10 @@ def run(options: argparse.Namespace) -> None:
     if options.work is None:
         Store.delete(work)
     result = report(calibration, options, len(ids), time.perf_counter() - started)
-    console.print_json("calibrate", result) if options.json else _print(result)
+    if options.json:
+        console.print_json("calibrate", result)
+    else:
+        _print(result)
 
 
 def _checked(options: argparse.Namespace) -> tuple[list[int], int]:

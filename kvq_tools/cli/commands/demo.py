@@ -89,7 +89,10 @@ def run(options: argparse.Namespace) -> None:
         "caches": _with_agreement(measured),
         "layer": _layer_times(caches),
     }
-    console.print_json("demo", result) if options.json else _print(result)
+    if options.json:
+        console.print_json("demo", result)
+    else:
+        _print(result)
     console.check_finite([row["name"] for row in measured if row["perplexity"] is None])
 
 

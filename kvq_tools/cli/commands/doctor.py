@@ -51,7 +51,10 @@ def run(options: argparse.Namespace) -> None:
         "layers": layers,
         "warnings": known_problems(config, cache, biases) + missing,
     }
-    print_json("doctor", result) if options.json else _print(result, options.cache.text)
+    if options.json:
+        print_json("doctor", result)
+    else:
+        _print(result, options.cache.text)
 
 
 def _described(

@@ -48,7 +48,10 @@ def run(options: argparse.Namespace) -> None:
         placement=placement,
     )
     result = report(options, config, text, settings, evaluations, time.perf_counter() - started)
-    print_json("eval", result) if options.json else _print(result)
+    if options.json:
+        print_json("eval", result)
+    else:
+        _print(result)
     check_finite(
         [
             name

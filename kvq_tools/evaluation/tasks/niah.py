@@ -176,7 +176,8 @@ def draw_needles(kind: NeedleKind, depth: float | None, rng: np.random.Generator
     keys: list[str] = []
     while len(keys) < kind.needles:
         key = _drawn(kind.keys, rng)
-        keys += [] if key in keys else [key]
+        if key not in keys:
+            keys.append(key)
     pairs = tuple((key, _drawn(kind.values, rng)) for key in keys for _ in range(kind.values_each))
     depths = rng.random(len(pairs)).tolist()
     return Needles(kind, pairs, (depths[0] if depth is None else depth, *depths[1:]))

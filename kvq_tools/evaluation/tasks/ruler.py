@@ -213,7 +213,8 @@ def common_words(length: int, rng: np.random.Generator) -> Puzzle:
     answers: list[str] = []
     while len(answers) < COMMON:
         word = words.pop()
-        answers += [] if any(word in other or other in word for other in answers) else [word]
+        if not any(word in other or other in word for other in answers):
+            answers.append(word)
     # an answer is part of no other word
     words = [word for word in words if not any(answer in word for answer in answers)]
     example, rest = words[: COMMON + often.example_others], words[COMMON + often.example_others :]
