@@ -166,7 +166,9 @@ def answered(
     engine: Engine, items: list[PromptLine]
 ) -> Iterator[tuple[PromptLine, list[int], str]]:
     """Yield (item, its tokens, why it ended) as answers end."""
-    waiting, running, drawn = list(reversed(items)), dict[int, PromptLine](), dict[int, list[int]]()
+    waiting = list(reversed(items))
+    running: dict[int, PromptLine] = {}
+    drawn: dict[int, list[int]] = {}
     while waiting or not engine.idle:
         while waiting and engine.waiting < engine.queue_limit:
             item = waiting.pop()

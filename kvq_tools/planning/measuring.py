@@ -301,7 +301,8 @@ def _key(spec: CacheSpec, text: int, kind: Kind) -> str:
 def rivals(config: LlamaConfig, bits: float) -> list[str]:
     """Return the largest cache of each other method that stores at most `bits` bits, with
     waterfill's windows, the larger ones first."""
-    ours, fitting = kvq.parse(METHOD), dict[str, tuple[float, str]]()
+    ours = kvq.parse(METHOD)
+    fitting: dict[str, tuple[float, str]] = {}
     for spec in (f"{rival},sink={ours.sink},recent={ours.recent}" for rival in RIVALS):
         try:
             stored = kvq.size.body_bits_per_element(spec, config)

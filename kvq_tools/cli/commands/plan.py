@@ -157,7 +157,8 @@ def _fast(
 ) -> dict[str, Any]:
     """Return the plan that calibrations give by themselves."""
     files = _calibrations(options, config, list(bits))
-    caches, best = list[dict[str, Any]](), list[tuple[float, str, str]]()
+    caches: list[dict[str, Any]] = []
+    best: list[tuple[float, str, str]] = []
     for bases, file in files.items():
         with input_errors():
             calibration = check_calibration(kvq.parse(bases.spec()), config, file)
@@ -210,7 +211,8 @@ def _measured(
         return isinstance(budget, Bits) or size.resident <= budget.nbytes
 
     size = config, options.batch, context, options.dtype
-    caches, checked = list[dict[str, Any]](), list[tuple[Checked, Planner]]()
+    caches: list[dict[str, Any]] = []
+    checked: list[tuple[Checked, Planner]] = []
     planners = _planners(options, config, list(bits))
     for planner in planners:
         advice = f"the same command continues from {str(planner.work)!r}"

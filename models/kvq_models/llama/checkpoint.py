@@ -311,7 +311,8 @@ def _placed_in_parts(
     if weight.transpose:
         axes[-2:], shape[-2:] = axes[:-3:-1], shape[:-3:-1]
     stored = NamedSharding(sharding.mesh, PartitionSpec(*axes))
-    read, parts = _reader(checkpoint, weight), dict[str, np.ndarray]()
+    read = _reader(checkpoint, weight)
+    parts: dict[str, np.ndarray] = {}
 
     def part(index: Any) -> np.ndarray:
         key = str(index)

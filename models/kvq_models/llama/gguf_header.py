@@ -82,7 +82,8 @@ class GgufHeader:
                 f"{str(self.path)!r} is a GGUF file of version {version}; supported:"
                 f" {', '.join(map(str, VERSIONS))}"
             )
-        at, positions = len(MAGIC) + struct.calcsize("<IQQ"), dict[str, tuple[int, int]]()
+        at = len(MAGIC) + struct.calcsize("<IQQ")
+        positions: dict[str, tuple[int, int]] = {}
         for _ in range(fields):
             name, at = self._text(at)
             (kind,) = self._numbers("<I", at)
@@ -142,7 +143,8 @@ class GgufHeader:
         return self._texts(at + 12, [place for place in places if place < count])
 
     def _texts(self, at: int, places: Sequence[int]) -> list[str]:
-        texts, buffer, size, place = list[str](), self._buffer, len(self._buffer), 0
+        texts: list[str] = []
+        buffer, size, place = self._buffer, len(self._buffer), 0
         length = _LENGTH.unpack_from
         for chosen in places:  # hundreds of thousands: no calls that can be spared
             while place < chosen:
