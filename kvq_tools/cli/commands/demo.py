@@ -187,14 +187,14 @@ def _layer_times(caches: list[NamedCache]) -> dict[str, Any] | None:
 
 
 def _with_agreement(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Add the number of tokens that each row generates before it first differs from the dense
-    cache, or None if no row is dense."""
+    """Return the rows, each with the number of tokens that it generates before it first differs
+    from the dense cache, or None if no row is dense."""
     dense = next((row["tokens"] for row in rows if row["cache"] == "dense"), None)
-    for row in rows:
-        row["tokens_as_dense"] = (
-            None if dense is None else text_input.common_prefix(row["tokens"], dense)
-        )
-    return rows
+
+    def agreeing(tokens: list[int]) -> int | None:
+        return None if dense is None else text_input.common_prefix(tokens, dense)
+
+    return [row | {"tokens_as_dense": agreeing(row["tokens"])} for row in rows]
 
 
 def _print(result: dict[str, Any]) -> None:
