@@ -17,7 +17,7 @@ ALONE = 0  # slots of the row of one request at a time
 class ServingRow:
     """All requests through `slots` slots, or one at a time by `generate` if slots is 0.
 
-    activations: that packed weights multiply, "float32" or "int8".
+    activations: the dtype that packed weights multiply, "float32" or "int8".
     prompt, new: least and most tokens of a request.
     first_token: seconds from the start, of each request.
     """

@@ -18,8 +18,10 @@ import sys
 import threading
 from typing import Any
 
-SECONDS, MEMORY = 10, 2 << 30  # of one template; bytes of the process
-START_SECONDS, READY = 120, b"ready\n"
+SECONDS = 10  # limit for one template
+MEMORY = 2 << 30  # limit for the process, in bytes
+START_SECONDS = 120  # limit for the start of the process
+READY = b"ready\n"
 
 
 class TemplateError(ValueError):

@@ -26,7 +26,7 @@ from kvq_models import load_llama, prepare
 from kvq_models.inference.engine import programs
 from kvq_models.inference.engine.accepted import VACANT, Accepted
 from kvq_models.inference.engine.requests import Request
-from kvq_models.inference.engine.sweep import SHARE, Sweep
+from kvq_models.inference.engine.sweep import CHECK_SHARE, Sweep
 from kvq_models.inference.row_sampling import row_rules
 from kvq_models.llama.flat_llama import FlatLlama
 
@@ -130,7 +130,7 @@ def page(report: CostReport, file: pathlib.Path) -> str:
     ]
     steps = len(report.step_ms) * report.layers / max(report.turns, 1)
     bound = (
-        f"The default sweep takes up to {100 * SHARE:.0f} % of the time. It compared"
+        f"The default sweep takes up to {100 * CHECK_SHARE:.0f} % of the time. It compared"
         f" {report.turns} layers in {len(report.step_ms)} steps, between which the other"
         f" measurements took their time: all layers once in {steps:.0f} steps. When a slot is"
         " filled, it takes over the sums of its row, made after the prompt's last chunk. Before an"

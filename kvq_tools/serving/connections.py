@@ -9,7 +9,8 @@ from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-MOST, FEWEST, OTHER_FILES = 1000, 8, 100  # connections; files that a server opens besides them
+MOST_CONNECTIONS, FEWEST_CONNECTIONS = 1000, 8
+OTHER_FILES = 100  # descriptors open besides connections
 BUSY = (
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 0\r\nretry-after: 1\r\n"
     b"connection: close\r\n\r\n"
@@ -19,11 +20,13 @@ BUSY = (
 def most_connections() -> int:
     """Return the number of connections for which the process may open files."""
     if sys.platform == "win32":
-        return MOST
+        return MOST_CONNECTIONS
     import resource
 
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return MOST if files == resource.RLIM_INFINITY else max(FEWEST, min(MOST, files - OTHER_FILES))
+    if files == resource.RLIM_INFINITY:
+        return MOST_CONNECTIONS
+    return max(FEWEST_CONNECTIONS, min(MOST_CONNECTIONS, files - OTHER_FILES))
 
 
 @dataclasses.dataclass(frozen=True)

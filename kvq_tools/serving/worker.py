@@ -20,7 +20,7 @@ from kvq_models.inference.engine.requests import (
 )
 from kvq_tools.serving.answer import Answer, Finish
 
-MOST_FAILURES = 3  # of the engine, one after the other
+MOST_FAILURES = 3  # failures of the engine in a row after which no requests are taken
 
 _log = logging.getLogger("kvq.serving")
 

@@ -38,7 +38,7 @@ def partial_fingerprint(llama: Llama) -> str:
     return partial_fingerprint_of(llama.config, read)
 
 
-# of RopeConfig; models of before do not have them, and keep their fingerprints
+# fields of RopeConfig that older models lack: at their defaults they change no fingerprint
 _LATER = ("partial_rotary_factor", "short_factor", "long_factor")
 
 

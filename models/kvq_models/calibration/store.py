@@ -53,7 +53,7 @@ DIGESTS, CHECKSUM = "sha256_of_arrays", "sha256"  # fields of state.json
 GIB = 2**30
 ATTEMPTS = 10  # to lock a directory that others delete at the same time
 
-# the sha256 of one sample's arrays: by file, one for each layer
+# sha256 of one sample's arrays: by file, one for each layer
 Digests: TypeAlias = dict[str, list[str]]
 
 
@@ -76,12 +76,12 @@ class Store:
     def __init__(self, directory: Path, identity: Identity, dims: CacheDims):
         self.directory, self.identity = directory, identity
         self.losses: list[float] = []
-        # of each complete sample; None for one of an older version
+        # digests of each complete sample; None if an older version wrote it
         self._digests: list[Digests | None] = []
         dtype, heads, width = jnp.dtype(identity.dtype), dims.num_key_value_heads, dims.head_dim
         last = min(LAST_QUERIES, identity.length)
         self._runs = dims.num_hidden_layers, identity.samples
-        # of one sample of one layer, by file
+        # shape and dtype of one sample of one layer, by file
         self._arrays: dict[str, tuple[tuple[int, ...], np.dtype]] = {
             **{name: ((identity.length, heads, width), dtype) for name in FILES},
             MOMENTS: ((heads, width, width), np.dtype(np.float32)),

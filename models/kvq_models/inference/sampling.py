@@ -12,8 +12,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Key, UInt32
 
 SIGN = np.uint32(1 << 31)  # the bit of the sign of a float32
-LEAST_TEMPERATURE = 1e-30  # of a division; by less, logits are no float32
-MOST_TEMPERATURE = 3.4e38  # of float32; JSON has integers that no float holds
+LEAST_TEMPERATURE = 1e-30  # dividing logits by less overflows float32
+MOST_TEMPERATURE = 3.4e38  # the largest float32; JSON has integers that no float holds
 
 
 # what makes a Python number of each choice, or fails

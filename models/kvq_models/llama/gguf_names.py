@@ -81,7 +81,7 @@ _SWAPPED = ("llama", "mixtral", "granite", "smollm3")  # model types; the others
 
 @functools.cache
 def _table(architecture: str) -> dict[str, str]:
-    """Return the Hugging Face names of an architecture's tensors. Files of before April 2024 hold
+    """Return the Hugging Face names of an architecture's tensors. Files from before April 2024 hold
     each expert as a tensor of its own."""
     changed = {**{gguf: hf for hf, gguf in TENSORS}, **_CHANGED.get(architecture, {})}
     names = {gguf: hf for gguf, hf in changed.items() if hf is not None}

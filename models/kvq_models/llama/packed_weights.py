@@ -26,19 +26,19 @@ from cpu_kernels.library import unavailable
 from cpu_kernels.packed_product import PANEL, packed_products
 from kvq_jax.types.pytree import pytree
 
-# of an input's bits in its word, [1, 1, half, 1, byte, 1]
+# shift of each input's bits within its word, [1, 1, half, 1, byte, 1]
 _SHIFTS = (4 * np.arange(2)[:, None] + 8 * np.arange(4)).astype(np.uint32)[
     None, None, :, None, :, None
 ]
 TILE = 2048  # outputs that XLA dequantizes at a time
-_BITS = {  # by the dtype of codes
+_BITS = {  # bits of a code by its dtype
     "uint32": 4,
     "int8": 8,
     "float8_e4m3fn": 8,
     "bfloat16": 16,
     "float16": 16,
 }
-_INPUTS = {4: 8, 8: 4, 16: 1}  # of an entry of the second axis of codes
+_INPUTS = {4: 8, 8: 4, 16: 1}  # inputs by bits, in an entry of the second axis of codes
 # twice each number of 4 bits (E2M1)
 _TWICE_E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
 

@@ -104,7 +104,7 @@ def test_one_side_of_one_layer_costs_what_the_whole_cache_does_with_all_else_exa
     assert found.min() > 1e-4, "nothing was read from the body"
     coarse = one_side(spec_of([((1, *[0] * 7),) * 2] * 2), side, windows)
     assert (measured.kl(prepared, coarse, layer) > 1.5 * found).all()
-    monkeypatch.setattr(sensitivity, "LOGITS", 5 * len(rows) * llama.config.vocab_size)
+    monkeypatch.setattr(sensitivity, "MOST_LOGITS", 5 * len(rows) * llama.config.vocab_size)
     in_parts = measured.kl(prepared, spec, layer)
     np.testing.assert_allclose(in_parts, found, rtol=1e-5)
 

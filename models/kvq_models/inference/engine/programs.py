@@ -26,7 +26,7 @@ from kvq_models.inference.row_sampling import Drawn, RowRules, draw, most_likely
 from kvq_models.llama.flat_llama import FlatLlama
 from kvq_models.llama.model import HiddenBTD, Llama
 
-STEPS = 8  # that one call takes, at most
+STEPS = 8  # most steps in one call
 SCORED = 32  # prompt tokens whose logits exist at a time
 
 Offsets: TypeAlias = Float[Array, "B V"]  # what requests add to the logits of their slots

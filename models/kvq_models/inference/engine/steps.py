@@ -15,8 +15,8 @@ from kvq_models.inference.engine.accepted import VACANT, Accepted
 from kvq_models.inference.row_sampling import Drawn, row_rules
 from kvq_models.llama.flat_llama import FlatLlama
 
-# that a call of several steps may take, because new requests wait for its end, and a stream's
-# tokens come together
+# limit on one call of several steps: new requests wait for its end, and a stream's tokens come
+# together
 CALL_SECONDS = 0.1
 
 

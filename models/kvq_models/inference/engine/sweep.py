@@ -22,8 +22,7 @@ from kvq_models.inference.engine.requests import Ticket
 
 Run: TypeAlias = tuple[Ticket, int]
 
-
-SHARE = 0.01  # of the time
+CHECK_SHARE = 0.01  # share of run time spent on checking memory
 
 _log = logging.getLogger("kvq.engine")
 
@@ -37,7 +36,7 @@ class Sweep:
         share: the part of the time that comparing may take. A sweep waits until it is within it.
     """
 
-    def __init__(self, each: int = 1, share: float = SHARE):
+    def __init__(self, each: int = 1, share: float = CHECK_SHARE):
         self._each, self._share, self._next, self._due = each, share, 0, 0.0
         self._seals: dict[int, tuple[list[Run | None], Seal]] = {}
         self._row: tuple[Run, Seals] | None = None
