@@ -66,8 +66,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--protocol",
         action="store_true",
         help=(
-            "keep the same tokens exact in all caches, score the tokens after --window others, "
-            "once after an exact prompt and once with everything decoded, and say which caches "
-            "the intervals tell apart"
+            "keep the same tokens exact in all caches, score tokens that have --window tokens "
+            "before them, once after an exact prompt and once with everything decoded, and say "
+            "which caches the intervals tell apart"
         ),
     )

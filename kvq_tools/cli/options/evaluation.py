@@ -59,7 +59,7 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
         f"faster (default: {STEP})",
     )
     shared.add_number(parser, "--batch", "B", "windows at a time", default=BATCH)
-    shared.add_number(parser, "--limit", "TOKENS", "read only the first tokens of the text")
+    shared.add_number(parser, "--limit", "TOKENS", "read only the first TOKENS tokens of the text")
     shared.add_number(
         parser, "--buckets", "N", "parts of a window, for numbers by position", default=BUCKETS
     )

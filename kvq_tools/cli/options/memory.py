@@ -25,9 +25,9 @@ bf16 cache, resident bytes, and the largest context that fits a budget.
 Reads config.json only (MODEL can be that file): no weights are loaded or
 downloaded. Resident bytes are the cache, its parameters (made once from weights
 or a calibration) and the working memory of a decode step, not the weights. With
---roofline, for caches that rebuild keys and values: the longest context before
-that takes longer than reading weights and cache (section 3.4 of the XQuant
-paper)."""
+--roofline, for caches that rebuild keys and values: the longest context for
+which rebuilding them takes no longer than reading weights and cache (section
+3.4 of the XQuant paper)."""
 
 EPILOG = f"""\
 examples:

@@ -37,7 +37,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--task",
         choices=NEEDLE_KINDS,
         metavar="TASK",
-        help=("kind of needles and haystack, see above (default: single_1)"),
+        help="kind of needles and haystack, see above (default: single_1)",
     )
     parser.add_argument(
         "--suffix",

@@ -97,7 +97,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fast",
         action="store_true",
-        help=("with --text: only calibrate on it, and measure nothing"),
+        help="with --text: only calibrate on it, and measure nothing",
     )
     parser.add_argument(
         "--calibration",
@@ -142,7 +142,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="write the cache, with the path of its calibration, to a file for --cache",
     )
     parser.add_argument(
-        "--picture", metavar="F.png", help=("plot KL against bits (needs matplotlib)")
+        "--picture", metavar="F.png", help="plot KL against bits (needs matplotlib)"
     )
 
 

@@ -23,8 +23,8 @@ head, norms and biases stay unchanged.
 
 --sparse 0.0045 leaves 0.45 % of each matrix unchanged: the most sensitive
 weights and the largest ones. Without --text, the gradients come from the short
-passage that ships with kvq. Better give a text like those that the model will
-read. Calibrations of MODEL do not fit DIR."""
+passage that ships with kvq. A text like those that the model will read works
+better. Calibrations of MODEL do not fit DIR."""
 
 EPILOG = """\
 examples:

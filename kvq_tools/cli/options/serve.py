@@ -72,8 +72,8 @@ def _add_clients(parser: argparse.ArgumentParser) -> None:
         metavar="KEY",
         action="append",
         help=(
-            "a bearer token that clients may send; clients of several keys share no prefixes "
-            "(default: $KVQ_API_KEY, else none is asked for)"
+            "a bearer token that clients must send; repeat for several keys, whose clients share "
+            "no prefixes (default: $KVQ_API_KEY, else none is required)"
         ),
     )
     parser.add_argument(
@@ -82,8 +82,8 @@ def _add_clients(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         help=(
-            "a name by which clients call this server, or * for any; addresses, localhost, and "
-            "this machine's name with --host always are"
+            "a name by which clients call this server, or * for any; IP addresses, localhost and, "
+            "with --host, this machine's name are always allowed"
         ),
     )
     parser.add_argument(
@@ -98,7 +98,7 @@ def _add_clients(parser: argparse.ArgumentParser) -> None:
 def _add_texts(parser: argparse.ArgumentParser) -> None:
     """Add what clients call the model, and how their messages become its prompts."""
     parser.add_argument(
-        "--name", help=("the model's name for clients (default: MODEL, or the last part of a path)")
+        "--name", help="the model's name for clients (default: MODEL, or the last part of a path)"
     )
     parser.add_argument(
         "--chat-template",

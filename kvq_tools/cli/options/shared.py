@@ -116,8 +116,8 @@ def add_dtype(
         choices=("float32", "int8"),
         default="float32",
         help=(
-            "round what packed weights multiply to 8 bits: prompts and batches take about half the"
-            " time, one token at a time as long as before (default: %(default)s, no rounding)"
+            "int8 rounds the inputs of packed weights to 8 bits: prompts and batches take about"
+            " half the time, single tokens the same (default: %(default)s, no rounding)"
         ),
     )
 
