@@ -14,8 +14,8 @@ as a safetensors file with a checksum. `kvq generate --from` continues from the
 file, in another process or on another machine with the same model, and gives
 the tokens that `kvq generate` with this prompt would give. With a --prompt it
 asks a question about the saved text, which is not read again: one file answers
-many questions. With --chat the text is the beginning of a user's
-message, which the question ends."""
+many questions. With --chat the text is the beginning of a user's message, which
+the question ends."""
 
 EPILOG = f"""\
 examples:
