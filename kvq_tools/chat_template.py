@@ -28,9 +28,14 @@ def rendered(tokenizer: Any, messages: list[dict[str, str]], *, continues: bool 
 
     Raises ValueError, in one line, if the template cannot take it.
     """
-    names = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
     template = tokenizer.get_chat_template()
+    names = special_names(tokenizer)
     return _process().render(template, messages, names, MOST, continues=continues)
+
+
+def special_names(tokenizer: Any) -> dict[str, str]:
+    """Return the special tokens by the names that templates have for them, such as bos_token."""
+    return {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
 
 
 @functools.cache

@@ -89,7 +89,7 @@ class PromptEncoder:
             self._template = chat_template or tokenizer.get_chat_template()
         except ValueError:  # none, or several without a default
             self._template = None
-        self._names = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+        self._names = templates.special_names(tokenizer)
         self._tokenizer, self._capacity, self._trusted = tokenizer, capacity, trusted
         # no token has more characters, so a longer text has more tokens than fit
         self._longest = capacity * max(map(len, tokenizer.get_vocab()))
