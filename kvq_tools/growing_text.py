@@ -31,7 +31,7 @@ class GrowingText:
         self._window = list(prompt[-CONTEXT:])  # the newest tokens that have a text
         text = decoded(self._tokenizer, self._window)
         self._sent = len(text)  # characters of their text
-        self._begun = len(text) - len(text.rstrip(UNFINISHED))  # of them, those that may change
+        self._begun = len(text) - len(text.rstrip(UNFINISHED))  # of these, the ones that may change
 
     def add(self, token: int) -> str:
         """Return the new text, or "" if a character is incomplete."""

@@ -21,7 +21,8 @@ from kvq_tools.cli import interruption
 ERASED = "\x1b[K"  # clears a terminal's line from the cursor on
 PIPED_SECONDS = 5  # between lines about a long prompt if stderr is no terminal
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # why a file cannot grow
-JSON_VERSION = 1  # of every format; goes up if a key is renamed, removed or gets a new meaning
+# one number for all formats; goes up if a key is renamed, removed or gets a new meaning
+JSON_VERSION = 1
 
 T = TypeVar("T")
 

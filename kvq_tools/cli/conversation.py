@@ -100,7 +100,7 @@ class Conversation:
     def _forget(self) -> None:
         self.messages = self._opening
         self.ids: list[int] = list(self._saved.prompt) if self._saved else []
-        self._text: str | None = None  # that the tokens spell, if it is known
+        self._text: str | None = None  # the text of the tokens, if it is known
 
     def turn(self, message: str) -> ChatTurn:
         """Return what a message will add, without changing anything.

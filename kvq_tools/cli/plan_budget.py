@@ -15,7 +15,7 @@ from kvq_tools.cli.options.plan import Bits, Budget, Bytes
 from kvq_tools.planning.defaults import Bases
 
 WEIGHT_BYTES = 2  # bfloat16
-FEWEST_BITS, MOST_BITS = 1, 8  # of a budget of bytes
+FEWEST_BITS, MOST_BITS = 1, 8  # bits that a budget of bytes may buy
 
 
 def budget(options: argparse.Namespace, config: LlamaConfig) -> Budget:

@@ -34,7 +34,7 @@ from kvq_tools.evaluation.protocol import (
 from kvq_tools.evaluation.results import finite
 from kvq_tools.report.verdict import sentence
 
-LEAST_WINDOWS = 4  # that a default context leaves, since intervals are over windows
+LEAST_WINDOWS = 4  # windows that a default context leaves: intervals are over windows
 REFUSED = "stride", "chunk", "prompt", "step", "limit", "mesh"
 
 

@@ -33,7 +33,8 @@ from kvq_tools.evaluation.defaults import CHUNK
 from kvq_tools.evaluation.forward import hidden_states
 from kvq_tools.evaluation.settings import Settings
 
-SLICE_BYTES = 1 << 28  # of a slice's full-precision logits, fp32; one cache's logits take as many
+# bytes of a slice's full-precision logits, fp32; one cache's logits take as many
+SLICE_BYTES = 1 << 28
 
 
 class Slice(NamedTuple):

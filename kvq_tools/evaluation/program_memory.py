@@ -8,7 +8,8 @@ import pathlib
 import jax
 
 LIMIT = pathlib.Path("/proc/sys/vm/max_map_count")
-SHARE = 0.6  # of the limit at which programs are forgotten: one more part of a run adds hundreds
+# share of the limit at which programs are forgotten: one more part of a run adds hundreds
+SHARE = 0.6
 
 
 def mappings() -> int:

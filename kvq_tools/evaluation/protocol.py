@@ -50,9 +50,9 @@ READINGS: tuple[Reading, ...] = get_args(Reading)
 
 SINK, RECENT, BLOCKS = 4, 32, (32, 64, 128, 256)
 DECODED_FROM = 64  # the exact prompt of `decoded`: methods with prompt statistics need one
-MOST_EXACT = 0.03  # of the tokens that a scored one reads
+MOST_EXACT = 0.03  # share of exact tokens among those that a scored one reads
 BATCH = 4
-AGAIN_STEP = 29  # of the second measurement, whose batches differ too: other sums are rounded
+AGAIN_STEP = 29  # step of the second measurement; its batches differ too, so rounding does
 WORDS = {"prompt": "after an exact prompt", "decoded": f"decoded from token {DECODED_FROM} on"}
 
 
@@ -319,7 +319,7 @@ def cost(
         attention = width * (first + last) / 2
         return (last - first) * config.num_hidden_layers * (2 * layer + attention)
 
-    logits = 4 * head * sizes.scored  # of the cache and of full precision
+    logits = 4 * head * sizes.scored  # for the cache and for full precision
     states = windows * sizes.width * config.hidden_size * 4
     cache = kvq.size.nbytes(kvq.cache.layout(spec, config, BATCH, sizes.width, "float32"))
     return Cost(

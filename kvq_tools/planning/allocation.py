@@ -35,7 +35,7 @@ from kvq_jax.methods.waterfill.widths import chunk_energies, template_chunks
 from kvq_models.calibration.file import Calibration
 
 PROFILES = 6
-KEPT = 0.8  # of a ratio's distance from the mean over layers, in logarithms
+KEPT = 0.8  # share that stays of a ratio's distance from the mean over layers, in logarithms
 SIDES: tuple[Side, Side] = ("k", "v")
 HALVINGS = 60
 

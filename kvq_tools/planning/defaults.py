@@ -14,8 +14,8 @@ KEY_BASES, VALUE_BASES = ("pairs", "eigen"), ("eigen", "rotation")
 MEASURED = (1.5, 2.5, 4.0)  # stored bits at which every side is measured
 SCORED = 4 * STEP  # tokens of a window after the prompt
 WINDOW, WINDOWS = 512 + SCORED, 2
-CODE = "Python's standard library"  # if there is no --other-text
-SAMPLES, LENGTH = 2, 1024  # of the calibration
+CODE = "Python's standard library"  # what is measured without --other-text
+SAMPLES, LENGTH = 2, 1024  # samples of the calibration, and tokens of each
 
 
 class Bases(NamedTuple):

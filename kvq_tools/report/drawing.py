@@ -22,8 +22,8 @@ if TYPE_CHECKING:  # matplotlib is optional, and only `kvq report` waits for it
 HALF, WIDE = 4.8, 9.6  # inches
 DPI = 160
 PALETTE = 256  # colours of a PNG
-NAME_LENGTH = 26  # of a cache's name in a picture
-LEGEND_LENGTH = 22  # if its bits follow
+NAME_LENGTH = 26  # characters of a cache's name in a picture
+LEGEND_LENGTH = 22  # characters if its bits follow
 
 # light and dark values of the pictures and the page's CSS. Neighbouring series differ in hue and
 # lightness.

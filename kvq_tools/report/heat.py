@@ -14,9 +14,9 @@ from jaxtyping import Float
 from kvq_tools.report.drawing import WIDE, PagePicture, Theme, few, figure, label, plain
 from kvq_tools.report.schema import CacheReport, LayerErrors
 
-COLUMNS = 512  # of a map; wider ones are pooled
+COLUMNS = 512  # columns of a map; wider ones are pooled
 SHADES = 40
-DECADES = 3  # that a scale shows, below the largest
+DECADES = 3  # decades that a scale shows, below the largest
 SIDES = ("keys", "values")
 
 

@@ -32,8 +32,8 @@ from kvq_models.llama.rope import ropes_for
 from kvq_tools.evaluation.forward import chunked_attention
 from kvq_tools.report.schema import LayerErrors, LayerMagnitudes, PackedMatrix
 
-MOST_LAYERS = 8  # of which magnitudes are kept
-DIGITS = 4  # of an error
+MOST_LAYERS = 8  # layers whose magnitudes are kept
+DIGITS = 4  # digits of an error
 
 
 @jax.jit

@@ -24,7 +24,7 @@ from kvq_models.llama.model import Llama
 from kvq_tools.processor import processor_name
 from kvq_tools.report.schema import Speed, StepTimes, TimingMachine
 
-DIGITS = 4  # of a millisecond
+DIGITS = 4  # decimal places of milliseconds
 
 
 class PreparedCache(NamedTuple):

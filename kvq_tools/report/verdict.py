@@ -16,7 +16,8 @@ from kvq_tools.evaluation.intervals import Interval, paired_ratio, rounding_of_m
 
 LEAST_KL = 1e-6  # smaller ones are what rounding leaves of equal distributions
 BF16_BITS = 16
-SAME_SHARE = 0.02  # of the body, which depends a little on the block even if windows are equal
+# tolerance for body shares: they depend a little on the block even if windows are equal
+SAME_SHARE = 0.02
 
 
 class WindowSizes(NamedTuple):

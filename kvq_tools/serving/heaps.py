@@ -10,8 +10,8 @@ import threading
 from collections.abc import Iterator
 
 MISSING = OSError, AttributeError, TypeError  # TypeError: ctypes.CDLL(None) under Windows
-M_ARENA_MAX, HEAPS = -8, 2  # of mallopt
-SECONDS = 60  # between two trims
+M_ARENA_MAX, HEAPS = -8, 2  # arguments of mallopt
+SECONDS = 60  # time between two trims
 COLLECTED_AFTER = 700, 10, 10  # Python's defaults
 
 

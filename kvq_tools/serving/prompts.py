@@ -14,7 +14,7 @@ from kvq_tools.serving import errors
 from kvq_tools.template_process import SECONDS, TemplateProcess
 
 SHORT = 1 << 15  # characters, which take some 30 ms
-MOST_WAITING, WAIT_SECONDS = 64, 30  # for a thread
+MOST_WAITING, WAIT_SECONDS = 64, 30  # prompts that wait for a thread, and how long
 RESERVED = {  # arguments of transformers' renderer; the others are names for the template
     "add_generation_prompt",
     "chat_template",

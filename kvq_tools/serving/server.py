@@ -16,7 +16,7 @@ from kvq_tools.serving.connections import ConnectionLimits, connection_class
 from kvq_tools.serving.sockets import let_restart
 from kvq_tools.serving.worker import Worker
 
-GRACE_SECONDS = 60  # for answers that run when the server is told to end
+GRACE_SECONDS = 60  # time for answers that run when the server is told to end
 
 
 class _Server(uvicorn.Server):

@@ -32,7 +32,7 @@ from kvq_tools.evaluation.results import finite
 from kvq_tools.evaluation.text import passage
 
 MODEL_DTYPE = "float32"
-FEWEST_TOKENS = 32  # of a text, so that both halves are meaningful
+FEWEST_TOKENS = 32  # least length of a text, so that both halves are meaningful
 SAMPLING = Sampling(temperature=0.7, top_p=0.9)  # a small model repeats itself if it is greedy
 
 

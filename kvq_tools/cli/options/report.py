@@ -6,7 +6,7 @@ import argparse
 
 from kvq_tools.cli.options import evaluation, shared, values
 
-CONTEXTS = (256, 1024, 4096, 16384)  # by default, as far as the model's positions reach
+CONTEXTS = (256, 1024, 4096, 16384)  # the default, as far as the model's positions reach
 
 NO_CONTEXTS = "none"
 

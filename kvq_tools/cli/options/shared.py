@@ -10,7 +10,7 @@ from kvq_models.inference.engine.limits import MOST_SLOTS, SLOTS
 from kvq_tools.cli.console import UserError
 from kvq_tools.cli.options import values
 
-MOST_SAMPLES = 65_536  # of a text, drawn at once
+MOST_SAMPLES = 65_536  # samples of a text are drawn at once
 DTYPES = ("float32", "bfloat16")
 
 MODEL_HELP = (

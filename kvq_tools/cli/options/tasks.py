@@ -8,9 +8,9 @@ from kvq_tools.cli.options import shared, values
 
 BATCH = 4
 
-MOST_LENGTH = 4096  # of the default lengths
+MOST_LENGTH = 4096  # the largest default length
 
-SAMPLES, MOST_SAMPLES = 4, 10_000  # for each length and depth
+SAMPLES, MOST_SAMPLES = 4, 10_000  # samples of each length and depth
 
 
 def add_arguments(

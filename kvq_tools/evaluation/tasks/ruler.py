@@ -23,13 +23,13 @@ from kvq_tools.evaluation.tasks.niah import word_lists
 from kvq_tools.evaluation.tasks.sample import LENGTH_RULE, TaskPrompts, TaskSample
 
 HOPS = 4  # assignments of a variable to the next
-EXAMPLE_LINES = 6  # of noise in the example of variable tracking
+EXAMPLE_LINES = 6  # lines of noise in the example of variable tracking
 COMMON = 10  # words that are asked for
 ALPHA, ZETA = 2.0, np.pi**2 / 6  # the distribution of coded words, and its sum of k^-alpha
 CODED = 3  # coded words that are asked for: the most frequent ones except the noise
 CODED_LETTERS = 6
 DOTS = "..."
-LEAST_WORDS = 64  # of a coded text; in shorter ones the fourth word may be as frequent as the third
+LEAST_WORDS = 64  # in a shorter coded text the fourth word may be as frequent as the third
 
 VT = (
     "Memorize and track the chain(s) of variable assignment hidden in the following"
@@ -163,7 +163,7 @@ class _Chain:
 
     names: tuple[str, ...]
     value: str
-    depths: tuple[float, ...]  # of the assignments, in order
+    depths: tuple[float, ...]  # those of the assignments, in order
 
     @staticmethod
     def drawn(letters: int, rng: np.random.Generator) -> _Chain:

@@ -32,7 +32,7 @@ from kvq_models.llama.rope import Ropes, ropes_for
 
 LOSS_CHUNK = 256  # tokens whose logits exist at a time, at most
 LOSS_LOGITS = 1 << 24  # logits that exist at a time, at most; a gradient takes 16 bytes for each
-LAST_QUERIES = 64  # of a sample, whose queries are recorded one by one
+LAST_QUERIES = 64  # tokens at the end of a sample whose queries are recorded one by one
 
 RowsTKH = Shaped[np.ndarray, "T K H"]
 

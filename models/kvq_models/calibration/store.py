@@ -51,7 +51,7 @@ FILES = ("k.rows", "k.gradients", "v.rows", "v.gradients")
 MOMENTS, LAST = "q.moments", "q.last"  # older versions did not record them
 DIGESTS, CHECKSUM = "sha256_of_arrays", "sha256"  # fields of state.json
 GIB = 2**30
-ATTEMPTS = 10  # to lock a directory that others delete at the same time
+ATTEMPTS = 10  # attempts to lock a directory that others delete at the same time
 
 # sha256 of one sample's arrays: by file, one for each layer
 Digests: TypeAlias = dict[str, list[str]]

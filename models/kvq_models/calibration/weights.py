@@ -45,14 +45,16 @@ from kvq_models.llama.quantized.dense_and_sparse import MOST_INPUTS, WORD
 from kvq_models.llama.rope import ropes_for
 from kvq_models.llama.tabled_weights import packed_rows
 
-PROJECTIONS = (  # of a layer, by the paths of their leaves
+PROJECTIONS = (  # paths of the leaves of a layer's projections
     *(f"{name}_proj.kernel" for name in "qkvo"),
     *(f"mlp.{name}_proj.kernel" for name in ("gate", "up", "down")),
 )
 MOST_SPARSE = 0.1
-OF_SENSITIVITY = 1 / 9  # of the weights that stay unquantized: SqueezeLLM's 0.05 of 0.45 %
-FLOOR = 1e-4  # of a row's mean F: weights that have no gradient in the text still count
-ROWS = 256  # fitted at a time
+# share of the unquantized weights that sensitivity selects: SqueezeLLM's 0.05 of 0.45 %
+OF_SENSITIVITY = 1 / 9
+# share of a row's mean F that is added to each: weights without a gradient in the text still count
+FLOOR = 1e-4
+ROWS = 256  # rows fitted at a time
 
 
 @dataclasses.dataclass(frozen=True)

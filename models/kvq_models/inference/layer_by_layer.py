@@ -25,7 +25,7 @@ from kvq_models.inference.layer_programs import Arrays, LayerCall, PassOptions, 
 from kvq_models.llama.model import HiddenBTD, Llama
 
 NewTokens: TypeAlias = Int[Array | np.ndarray, "B T"]
-NewLengths: TypeAlias = Int[Array | np.ndarray, "B"]  # of the real ones of each row
+NewLengths: TypeAlias = Int[Array | np.ndarray, "B"]  # number of real tokens in each row
 
 
 class LayersOutput(NamedTuple):

@@ -70,8 +70,8 @@ def residual_split(placement: Placement | None) -> Callable[[HiddenBTD], HiddenB
     return lambda hidden: placement.constrained(hidden, "batch", "none", "model")
 
 
-# for those who run layers one by one, and for the trace and the code of equal layers, which exist
-# once, here as in _layer_step
+# Jitted for callers that run layers one by one, and so that the trace and the code of equal layers
+# exist once, here as in _layer_step.
 embed = jax.jit(Llama.embed_tokens)
 head = jax.jit(Llama.logits)
 attention_inputs = jax.jit(Layer.attention_inputs, static_argnames="placement")

@@ -16,7 +16,7 @@ LEAST_TEMPERATURE = 1e-30  # dividing logits by less overflows float32
 MOST_TEMPERATURE = 3.4e38  # the largest float32; JSON has integers that no float holds
 
 
-# what makes a Python number of each choice, or fails
+# functions that make a Python number of each choice, or fail
 _PLAIN = {"temperature": float, "top_k": operator.index, "top_p": float, "min_p": float}
 
 

@@ -27,7 +27,7 @@ class Family(NamedTuple):
     qkv_bias: bool | None = None  # None: config.json's attention_bias decides
     o_bias: bool | None = None
     mlp_bias: bool | None = None  # None: config.json's mlp_bias decides
-    attention_bias: bool = False  # if config.json does not say
+    attention_bias: bool = False  # the default if config.json has none
     activation: Activation = "silu"
     qk_norm: bool = False
     joint_qk_norm: bool = False
@@ -36,14 +36,14 @@ class Family(NamedTuple):
     unit_offset_norms: bool = False
     scales_embedding: bool = False
     attention_sinks: bool = False
-    tied: bool = False  # if config.json does not say
-    head_dim: int | None = None  # if config.json has none; None: hidden_size // num_attention_heads
-    sliding_window: int | None = None  # if config.json has none
-    full_layer_step: int | None = None  # if config.json has no layer_types; None: no windows
-    rope_theta: float = 1e4  # if config.json has none
+    tied: bool = False  # the default if config.json does not say
+    head_dim: int | None = None  # the default; None: hidden_size // num_attention_heads
+    sliding_window: int | None = None  # the default
+    full_layer_step: int | None = None  # the default without layer_types; None: no windows
+    rope_theta: float = 1e4  # the default
     local_rope_theta: float | None = None  # None: windowed layers have the model's RoPE
     mlp_width: str = "intermediate_size"  # config.json's field of the MLP's width
-    fields: tuple[str, ...] = ()  # of config.json that other families must not have
+    fields: tuple[str, ...] = ()  # fields of config.json that other families must not have
 
 
 _QWEN3 = Family("Qwen3ForCausalLM", mlp_bias=False, qk_norm=True, head_dim=128, sliding_window=4096)

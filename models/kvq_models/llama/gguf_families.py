@@ -31,7 +31,7 @@ REFUSED = {
     "qwen35moe": LINEAR,
     "granitehybrid": LINEAR,
 }
-_UNROTATED_STEP = 4  # of smollm3's layers; llama.cpp reads it from no field
+_UNROTATED_STEP = 4  # every fourth layer of smollm3; llama.cpp reads it from no field
 
 
 _SCALED_BY_WIDTH = {"gemma2": 46, "gemma3": 62}  # layers of the 27B models

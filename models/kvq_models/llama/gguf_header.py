@@ -30,7 +30,7 @@ VERSIONS = (2, 3)
 _MOST_DIMENSIONS = 4
 _STRING, _ARRAY = 8, 9
 _SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
-_LENGTH = struct.Struct("<Q")  # of a text, before its bytes
+_LENGTH = struct.Struct("<Q")  # length of a text, before its bytes
 
 Buffer = mmap.mmap
 

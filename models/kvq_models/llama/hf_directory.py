@@ -56,7 +56,7 @@ class HfDirectory:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        # of the tensors read so far, by file
+        # checksums of the tensors read so far, by file
         self._checksums: dict[Path, Checksum] = defaultdict(Checksum)
         self._check_files()
 

@@ -16,7 +16,7 @@ from kvq_models.named_models.names import NAMES
 
 WEIGHT_FILES = ("*.safetensors", INDEX_FILE, *OWN_FILES)
 
-# of a Hub checkpoint: its configuration, also its tokenizer, or also its weights
+# parts of a Hub checkpoint: its configuration, also its tokenizer, or also its weights
 Part = Literal["config", "tokenizer", "all"]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")

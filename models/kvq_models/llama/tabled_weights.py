@@ -88,7 +88,7 @@ def _values(w: TabledMatrix, first: Any, count: int) -> Float[Array, "count I"]:
     values = jnp.take_along_axis(levels.astype(jnp.float32), codes.astype(jnp.int32), axis=1)
     entries = jnp.arange(len(w.sparse_inputs))
     outputs = jnp.searchsorted(w.sparse_starts, entries, side="right") - 1 - first
-    outputs = jnp.where(outputs < 0, count, outputs)  # of no output here: dropped
+    outputs = jnp.where(outputs < 0, count, outputs)  # outside this tile: dropped
     at = outputs, w.sparse_inputs.astype(jnp.int32)
     return values.at[at].set(w.sparse_values.astype(jnp.float32), mode="drop")
 

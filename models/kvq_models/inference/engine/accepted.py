@@ -28,14 +28,14 @@ class Accepted:
     ticket: Ticket
     request: Request
     read: int = 0  # prompt tokens in the cache
-    # of the prompt's chunks in the store of prefixes; [] without a store
+    # keys of the prompt's chunks in the store of prefixes; [] without a store
     keys: list[bytes] = dataclasses.field(default_factory=list)
     drawn: int = 0  # tokens drawn
-    last: int = 0  # the newest of them
-    penalty: float = 0.0  # to subtract from the logit of the newest token from now on
+    last: int = 0  # the newest token
+    penalty: float = 0.0  # what to subtract from the logit of the newest token from now on
     cancelled: bool = False
-    tokens: list[int] = dataclasses.field(default_factory=list)  # drawn
-    drawn_logprobs: list[float] = dataclasses.field(default_factory=list)  # of them
+    tokens: list[int] = dataclasses.field(default_factory=list)  # all drawn tokens
+    drawn_logprobs: list[float] = dataclasses.field(default_factory=list)  # one for each
     attempts: int = 1
     # tokens that were sent before it began again, with their log-probabilities
     replayed: tuple[tuple[int, float], ...] = ()

@@ -68,7 +68,7 @@ def compile_at_once(
 
 class Compiler:
     """A thread that compiles programs one after the other. It holds a row of the cache while it is
-    at work. row: the layout of a prompt's row. width: of the program that is compiled."""
+    at work. row: the layout of a prompt's row. width: the width of the compiled program."""
 
     def __init__(self, llama: Llama, row: Cache, implementation: Implementation, width: int):
         self._llama, self._layout = llama, row
@@ -77,8 +77,8 @@ class Compiler:
         compiled = Future[None]()
         compiled.set_result(None)
         self.programs: dict[Kind, Future[None]] = {(width, False): compiled}
-        self._next: list[Kind] = []  # those that did not begin
-        self._order = threading.Lock()  # of `_next`
+        self._next: list[Kind] = []  # programs whose compilation did not begin
+        self._order = threading.Lock()  # guards `_next`
 
     @property
     def busy(self) -> bool:

@@ -40,7 +40,7 @@ class Sweep:
         self._each, self._share, self._next, self._due = each, share, 0, 0.0
         self._seals: dict[int, tuple[list[Run | None], Seal]] = {}
         self._row: tuple[Run, Seals] | None = None
-        self._empty: Seals = {}  # of a row without tokens
+        self._empty: Seals = {}  # seals of a row without tokens
 
     def compile(self, cache: Cache, row: Cache) -> None:
         """Run every program once. The row is empty. Layers of equal plans share their program, and

@@ -19,7 +19,7 @@ from kvq_models.llama.config_fields import quantization_fields
 from kvq_models.llama.quantized.stored_parts import FLOATS
 from kvq_models.llama.stored_tensor import CheckpointError, StoredTensor
 
-# of each layer, for keys and for values: a scale of each KV head
+# scales of the KV heads by layer, for keys and for values
 KVScales = tuple[tuple[tuple[float, ...], tuple[float, ...]], ...]
 NAMES = (
     "{side}_scale",

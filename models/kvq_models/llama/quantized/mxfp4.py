@@ -14,7 +14,7 @@ import numpy as np
 from kvq_models.llama.quantized.stored_parts import Layout, StoredParts
 from kvq_models.llama.stored_tensor import CheckpointError
 
-_BYTES, _BIAS = 16, 127  # of a block; of its exponent
+_BYTES, _BIAS = 16, 127  # bytes of a block, and the bias of its exponent
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _VALUES = np.array([*_POSITIVE, *(-value for value in _POSITIVE)], np.float32)
 
