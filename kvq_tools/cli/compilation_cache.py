@@ -7,10 +7,13 @@ A cache that the user chose (JAX_COMPILATION_CACHE_DIR, or jax.config in a progr
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import platform
 import stat
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +54,7 @@ def begin() -> None:
     jax.config.update("jax_compilation_cache_max_size", MOST_BYTES)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", SHORTEST)
     jax.config.update("jax_compilation_cache_dir", str(folder()))
+    warnings.showwarning = functools.partial(_show_warning, warnings.showwarning)
 
 
 def _delete_cut_entries() -> None:
@@ -70,11 +74,13 @@ def _is_of_this_user(directory: Path) -> bool:
     return facts.st_uid in (os.getuid(), 0) and not facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
-def delete_damaged() -> bool:
-    """Delete the program that JAX has just failed to read, so that the one that is compiled in its
-    place is kept: JAX never overwrites one. Return False if JAX does not use this folder."""
-    if _setting("jax_compilation_cache_dir") != str(folder()):
-        return False
+def _show_warning(show: Callable[..., None], message: Warning | str, *details: Any) -> None:
+    """Show a warning. If it says that JAX cannot read a program, say so in one line, and delete
+    that program, so that the one that is compiled in its place is kept: JAX never overwrites
+    one."""
+    if not str(message).startswith("Error reading persistent compilation cache entry"):
+        show(message, *details)
+        return
     times = (
         (int.from_bytes(file.read_bytes(), "little"), file) for file in folder().glob("*-atime")
     )
@@ -82,7 +88,7 @@ def delete_damaged() -> bool:
     if newest is not None:
         name = newest.name.removesuffix("-atime")
         newest.with_name(f"{name}-cache").unlink(missing_ok=True)
-    return True
+    warn("a compiled program that was kept is damaged, and is compiled anew")
 
 
 def described() -> str:

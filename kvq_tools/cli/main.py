@@ -142,29 +142,24 @@ def _module(folder: str, command: str) -> Any:
     return importlib.import_module(f"kvq_tools.cli.{folder}.{command.replace('-', '_')}")
 
 
-# JAX's words
-UNKEPT = "Error writing persistent compilation cache entry"
-DAMAGED = "Error reading persistent compilation cache entry"
+UNKEPT = "Error writing persistent compilation cache entry"  # JAX's words
 
 
 @contextlib.contextmanager
-def warnings_in_one_line() -> Iterator[None]:
-    """Print the library's warnings, and JAX's about compiled programs, as one line of the command:
-    one for each damaged program, and one for all that cannot be kept. Others look as Python shows
-    them."""
+def _warnings_in_one_line() -> Iterator[None]:
+    """Print the library's warnings as one line of the command, and JAX's about the folder of
+    compiled programs as one for all of them. Others look as Python shows them."""
     original = warnings.showwarning
     unkept: list[str] = []
 
     def show(message: Warning | str, category: type[Warning], *where: Any) -> None:
-        text = str(message).partition("\n")[0]
         if category.__module__.startswith("kvq_"):
-            console.warn(str(message))
-        elif text.startswith(UNKEPT):
+            console.note(f"warning: {message}")
+        elif (text := str(message).partition("\n")[0]).startswith(UNKEPT):
             if not unkept:
-                console.warn(f"compiled programs are not kept: {text.rpartition('] ')[2]}")
+                reason = text.rpartition("] ")[2]
+                console.note(f"warning: compiled programs are not kept: {reason}")
             unkept.append(text)
-        elif text.startswith(DAMAGED) and _deleted_damaged():
-            console.warn("a compiled program that was kept is damaged, and is compiled anew")
         else:
             original(message, category, *where)
 
@@ -173,12 +168,6 @@ def warnings_in_one_line() -> Iterator[None]:
         yield
     finally:
         warnings.showwarning = original
-
-
-def _deleted_damaged() -> bool:
-    from kvq_tools.cli import compilation_cache  # JAX is imported: this is about its warning
-
-    return compilation_cache.delete_damaged()
 
 
 def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
@@ -285,7 +274,7 @@ def _run(arguments: Sequence[str]) -> int:
             from kvq_tools.cli import compilation_cache
 
             compilation_cache.begin()
-        with warnings_in_one_line():
+        with _warnings_in_one_line():
             if getattr(options, "cache", None) is not None:
                 from kvq_tools.cli import planned
 

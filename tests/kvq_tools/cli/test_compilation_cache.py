@@ -14,7 +14,7 @@ from jax.experimental.compilation_cache import compilation_cache as jax_cache
 
 from kvq_jax.files.user_cache import cache_folder
 from kvq_tools.cli import compilation_cache
-from kvq_tools.cli.main import main, warnings_in_one_line
+from kvq_tools.cli.main import main
 
 SETTINGS = (
     "jax_compilation_cache_dir",
@@ -56,13 +56,13 @@ def test_a_damaged_program_is_replaced(
     no_cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr(compilation_cache, "SHORTEST", 0.0)
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
     compilation_cache.begin()
     warnings.simplefilter("always")
 
     def compiled() -> dict[str, bytes]:
         jax.clear_caches()
-        with warnings_in_one_line():
-            jax.jit(lambda x: jnp.cos(x) * 4.5)(jnp.ones(7)).block_until_ready()
+        jax.jit(lambda x: jnp.cos(x) * 4.5)(jnp.ones(7)).block_until_ready()
         files = compilation_cache.folder().glob("*-cache")
         return {file.name: file.read_bytes() for file in files}
 
