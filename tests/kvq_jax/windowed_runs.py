@@ -58,7 +58,7 @@ def held_codes(
     """Return what a body has of the blocks that one with this window and slack still holds, by
     array, row and block."""
     block, found = plan.regions.block, {}
-    held = dataclasses.replace(plan.regions, window=WINDOW, slack=slack).slots
+    held = dataclasses.replace(plan.regions, window=WINDOW, slack=slack).block_slots
     slots = plan.regions.block_slots
     for name, codec, stored in zip(plan.names, plan.codecs, state.body, strict=True):
         specs = jax.tree_util.tree_leaves_with_path(codec.body(1, 1, block))

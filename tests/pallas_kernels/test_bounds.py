@@ -31,7 +31,7 @@ def test_windows_and_blocks_stay_inside():
     case = CASES[2]
     with watched() as outside:
         q, first, ring, _ = rows(SIZES[4])
-        limits = SIZES[4].aged_tokens(TOKENS)
+        limits = SIZES[4].body(TOKENS)
         jax.block_until_ready(attend(q, first, ring, TOKENS, limits, launch=INTERPRETED))
         body, of_case, places = inputs_of(case)
         jax.block_until_ready(append(case, body, of_case, places, LEAVING, None, INTERPRETED))

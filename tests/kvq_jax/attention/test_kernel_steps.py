@@ -91,7 +91,7 @@ def run(spec: str, route: Route) -> tuple[list[jax.Array], LayerState, LayerPlan
 def compare(spec: str, route: Route, most: float = 1e-2) -> None:
     wanted, expected, plan, lengths = run(spec, XLA)
     found, state, _, _ = run(spec, route)
-    body = plan.regions.body
+    body = plan.regions.aged_tokens
     blocks = [
         (body(int(after)) - body(int(before))) // plan.regions.block
         for before, after in zip(lengths_of(plan), lengths, strict=True)

@@ -169,7 +169,7 @@ def test_steps_on_a_gpu_are_those_of_xla(name: str):
 def compare(name: str, launch: Launch) -> None:
     plan = plan_of(name)
     by = dispatch.choose(launch, plan, HEADS, 1)
-    body = plan.regions.body
+    body = plan.regions.aged_tokens
     assert body(int(BEFORE[0]) + STEPS) > body(int(BEFORE[0])) > 0, "no block leaves a window"
     previous = None
     for number, ((output, state), (wanted, expected)) in enumerate(steps(name, by)):

@@ -45,7 +45,7 @@ def test_a_cache_whose_layers_keep_all_rows_quantizes_no_token(spec):
 def test_a_cache_that_codes_a_side_of_one_layer_quantizes_what_leaves_its_windows(spec):
     cache = layout(spec)
     assert not cache.spec.exact
-    assert kvq.size.quantized_tokens(cache, 1024) == cache.spec.regions(1024).body(1024) > 0
+    assert kvq.size.quantized_tokens(cache, 1024) == cache.spec.regions(1024).aged_tokens(1024) > 0
     assert kvq.size.quantized_tokens(cache, cache.spec.sink + cache.spec.recent) == 0
 
 

@@ -112,7 +112,7 @@ def expected(
     """Return m, l, o over the tokens that are not in the body, in float64. Keys before RoPE are
     rotated to their positions plus `shift`.
     """
-    at, body = np.arange(everything.shape[3]), sizes.aged_tokens(TOKENS)
+    at, body = np.arange(everything.shape[3]), sizes.body(TOKENS)
     keys = everything[0] if rotation is None else turned(everything[0], at + shift, rotation, dtype)
     scores = np.einsum("bkgh,bksh->bkgs", np.asarray(q.astype(dtype), np.float64), keys) / np.sqrt(
         CHANNELS
@@ -153,7 +153,7 @@ def test_attention_is_that_of_the_tokens_outside_the_body(case, launch, rotation
 
 def check(sizes: Sizes, rotation: tuple | None, launch: Launch, dtype: str) -> None:
     q, first, ring, everything = rows(sizes, dtype)
-    limits = sizes.aged_tokens(TOKENS)
+    limits = sizes.body(TOKENS)
     actual, wanted = (
         attend(q, first, ring, TOKENS, limits, rotation, launch),
         expected(q, everything, sizes, rotation, dtype=dtype),
