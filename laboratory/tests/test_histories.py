@@ -216,7 +216,7 @@ def a_window_is_its_neighbours(patch: pytest.MonkeyPatch) -> None:
         ]
         return dataclasses.replace(rows, layers=tuple(layers))
 
-    patch.setattr(kvq, "select_rows", select_rows)
+    patch.setattr(kvq.rows, "select", select_rows)
 
 
 FRESH, EXACT = (
