@@ -143,6 +143,14 @@ def test_a_step_in_the_readme_is_the_median_of_a_committed_result(
         assert cell == f"{statistics.median(measured[cache]):.1f}", cache
 
 
+def test_the_sizes_of_caches_in_the_readme_are_those_of_the_committed_result():
+    rows = json.loads(front_speeds.STEP.read_text(encoding="utf-8"))["rows"]
+    measured = {row["implementation"]: f"{row['cache_bytes'] / 2**20:.0f}" for row in rows}
+    shown = {cache: row["cache at 6K, MiB"] for cache, row in _speeds().items()}
+    assert shown.pop(front_speeds.LLAMA_CPP) == ""
+    assert shown == {cache: measured[cache] for cache in shown}
+
+
 def test_attention_on_a_gpu_in_the_readme_is_that_of_the_committed_result():
     measured = _samples(front_speeds.GPU, "candidate", batch=16, tokens=32768)
     others = {"dense": "cuDNN bf16", front_speeds.ROTATED: f"{front_speeds.ON_GPU}mosaic"}

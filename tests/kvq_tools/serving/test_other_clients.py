@@ -1,4 +1,4 @@
-"""What programs send and read that were written for other servers of OpenAI's API."""
+"""Programs that were written for other servers of OpenAI's API are served."""
 
 import json
 
