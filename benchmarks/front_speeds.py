@@ -45,8 +45,8 @@ def section(results: str) -> str:
     )
     pages = {file: f"({results}{file.stem}.md)" for file in (STEP, SHORT_AND_LONG, REQUEST, GPU)}
     note = (
-        "Compare within a column. SmolLM2, whose `dense` cache is float32 on a CPU: a decode step on"
-        f" two cores after [6K tokens]{pages[STEP]} and, on another machine, after [1K and"
+        "Compare within a column. SmolLM2, whose `dense` cache is float32 on a CPU: a decode step"
+        f" on two cores after [6K tokens]{pages[STEP]} and, on another machine, after [1K and"
         f" 16K]{pages[SHORT_AND_LONG]}; a [request]{pages[REQUEST]} of 4,096 tokens on one core,"
         f" from one GGUF file. H200: [attention]{pages[GPU]} over 16 x 32K tokens in one layer of"
         " Llama-3.1-8B, where `dense` is cuDNN in bfloat16 and the last `waterfill` is"
