@@ -1,7 +1,12 @@
-"""The rows that run by default: every method has one, and the others run with --exhaustive."""
+"""The run of tests itself: every method has a row that runs by default, and workers share compiled
+programs."""
 
+import pathlib
 import re
+import warnings
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import kvq_jax as kvq
@@ -29,3 +34,23 @@ def test_cases_that_are_not_usual_are_marked_whatever_their_values():
     assert marked == {("a", 1): [], ("b", 2): ["exhaustive"], ("c",): ["exhaustive"]}
     with pytest.raises(AssertionError, match="are no cases"):
         some(["a"], ["b"])
+
+
+def test_a_program_that_another_worker_is_still_writing_is_compiled_again():
+    @jax.jit
+    def half_written_program(x):
+        return jnp.sin(x) * 1.875
+
+    expected = half_written_program(jnp.ones(3))
+    folder = pathlib.Path(jax.config.jax_compilation_cache_dir)
+    [program] = folder.glob("jit_half_written_program-*-cache")
+    try:
+        program.write_bytes(b"")
+        half_written_program.clear_cache()
+        assert (half_written_program(jnp.ones(3)) == expected).all()
+        half_written_program.clear_cache()
+        with warnings.catch_warnings(), pytest.raises(UserWarning, match="Error reading"):
+            warnings.simplefilter("error")  # what every other warning does
+            half_written_program(jnp.ones(3))
+    finally:
+        program.unlink()

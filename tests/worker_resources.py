@@ -92,6 +92,11 @@ def pytest_configure(config: pytest.Config) -> None:
         for name, value in (CACHE | {"jax_compilation_cache_dir": folder.name}).items():
             os.environ[name.upper()] = str(value)
             jax.config.update(name, value)
+    # JAX locks the folder only if it bounds its size, so a worker may read a program that another
+    # one is still writing: it warns, and compiles the program itself
+    config.addinivalue_line(
+        "filterwarnings", "ignore:Error reading persistent compilation cache entry"
+    )
     config.pluginmanager.register(Resources())
 
 
