@@ -70,8 +70,8 @@ class Work:
     def row(
         self, slots: int, tokens: int, seconds: float, first: Iterable[float], size: int
     ) -> ServingRow:
-        least, most, *new = self.lengths
-        facts = self.cache, self.activations, (least, most), tuple(new)
+        minimum, maximum, *new = self.lengths
+        facts = self.cache, self.activations, (minimum, maximum), tuple(new)
         return ServingRow(*facts, slots, len(self.requests), tokens, seconds, tuple(first), size)
 
 
@@ -83,8 +83,8 @@ def requests_of(
     prompts = rng.integers(lengths[0], lengths[1] + 1, count)
     answers = rng.integers(lengths[2], lengths[3] + 1, count)
     return tuple(
-        Request(tuple(rng.integers(0, vocabulary, n).tolist()), int(most))
-        for n, most in zip(prompts, answers, strict=True)
+        Request(tuple(rng.integers(0, vocabulary, n).tolist()), int(maximum))
+        for n, maximum in zip(prompts, answers, strict=True)
     )
 
 
@@ -114,7 +114,7 @@ def one_at_a_time(llama: Llama, work: Work) -> ServingRow:
     size = kvq.size.nbytes(kvq.cache.layout(cache, llama.config, 1, capacity))
     model = FlatLlama(llama)
 
-    def generated(request: Request, most: int) -> float:
+    def generated(request: Request, maximum: int) -> float:
         """Return the seconds to the first token, once all are there."""
         began = time.perf_counter()
         empty = kvq.init_cache(cache, llama.config, 1, capacity)
@@ -125,8 +125,8 @@ def one_at_a_time(llama: Llama, work: Work) -> ServingRow:
         state = generation.advance(model, state, settings, jnp.int32(1))
         jax.block_until_ready(state.tokens)
         first = time.perf_counter() - began
-        if most > 1:
-            jax.block_until_ready(generation.advance(model, state, settings, jnp.int32(most)))
+        if maximum > 1:
+            jax.block_until_ready(generation.advance(model, state, settings, jnp.int32(maximum)))
         return first
 
     widths = {(bucket(len(r.prompt)), bucket(r.max_new_tokens)): r for r in work.requests}
@@ -269,15 +269,15 @@ def checked_options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = parser_of_options()
     args = parser.parse_args(argv)
     args.lengths = [tuple(four) for four in args.lengths or LENGTHS]
-    most = max(prompt + new for _, prompt, _, new in args.lengths)
+    maximum = max(prompt + new for _, prompt, _, new in args.lengths)
     if (
         min(args.requests, args.repeats) < 1
         or min(map(min, args.lengths)) < 1
-        or most > args.capacity
+        or maximum > args.capacity
         or any(slots < 1 for slots in args.slots)
     ):
         parser.error(
-            f"requests, repeats, slots and tokens are at least 1, and {most} tokens must fit"
+            f"requests, repeats, slots and tokens are at least 1, and {maximum} tokens must fit"
             f" --capacity {args.capacity}"
         )
     if args.timed is None:

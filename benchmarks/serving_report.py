@@ -102,12 +102,12 @@ def lines_of(report: ServingReport) -> list[str]:
     ]
     for row in report.rows:
         times = report.times_of(row, ALONE)
-        median, most = np.median(row.first_token), max(row.first_token)
+        median, maximum = np.median(row.first_token), max(row.first_token)
         slots = "generate" if row.slots == ALONE else str(row.slots)
         lines.append(
             f"{row.cache:<14} {row.activations:<11} {row.lengths:<15} {slots:>8}"
             f" {row.requests_per_second:>11.3f} {row.new_tokens / row.seconds:>9.1f}"
-            f" {median:>18.2f} s {most:>6.2f} s {times:>10}"
+            f" {median:>18.2f} s {maximum:>6.2f} s {times:>10}"
         )
     lines += [
         "",

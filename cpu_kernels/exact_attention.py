@@ -17,8 +17,8 @@ from jaxtyping import Array, Float, Int
 from cpu_kernels.library import EXACT_ATTENTION, unavailable
 
 DTYPES = ("float32", "float16", "bfloat16")  # of keys and values
-MOST_CHANNELS = 1024
-MOST_GROUP = 96  # query heads of one KV head
+MAX_CHANNELS = 1024
+MAX_GROUP = 96  # query heads of one KV head
 
 
 def exact_attention(

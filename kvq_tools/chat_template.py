@@ -19,7 +19,7 @@ from typing import Any
 from kvq_tools.template_process import TemplateProcess
 
 MARK = "\ufdd0"
-MOST = 1 << 26  # characters of a rendered conversation
+MAX_CHARACTERS = 1 << 26  # of a rendered conversation
 
 
 def rendered(tokenizer: Any, messages: list[dict[str, str]], *, continues: bool = False) -> str:
@@ -30,7 +30,7 @@ def rendered(tokenizer: Any, messages: list[dict[str, str]], *, continues: bool 
     """
     template = tokenizer.get_chat_template()
     names = special_names(tokenizer)
-    return _process().render(template, messages, names, MOST, continues=continues)
+    return _process().render(template, messages, names, MAX_CHARACTERS, continues=continues)
 
 
 def special_names(tokenizer: Any) -> dict[str, str]:

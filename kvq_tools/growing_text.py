@@ -7,8 +7,8 @@ from typing import Any
 
 UNFINISHED = "\ufffd"  # a decoder's output for incomplete characters
 CONTEXT = 6  # tokens decoded before a text, because some tokenizers drop a space at the start
-MOST_UNFINISHED = 3  # bytes of an incomplete character
-LONGEST_WINDOW = 64  # tokens; only byte sequences that are no text come near it
+MAX_UNFINISHED = 3  # bytes of an incomplete character
+MAX_WINDOW_TOKENS = 64  # only byte sequences that are no text come near it
 
 
 def decoded(tokenizer: Any, ids: Sequence[int], *, special: bool = False) -> str:
@@ -41,8 +41,8 @@ class GrowingText:
         self._window.append(token)
         if self._begun and not text[: self._sent].endswith(UNFINISHED):
             self._sent -= self._begun
-        kept = text[-MOST_UNFINISHED:].rstrip(UNFINISHED)
-        end = max(self._sent, len(text) - len(text[-MOST_UNFINISHED:]) + len(kept))
+        kept = text[-MAX_UNFINISHED:].rstrip(UNFINISHED)
+        end = max(self._sent, len(text) - len(text[-MAX_UNFINISHED:]) + len(kept))
         new, self._sent = text[self._sent : end], end
         self._begun = 0 if new else self._begun
         self._shorten(text[end:])
@@ -58,5 +58,5 @@ class GrowingText:
             return
         newest = self._window[-CONTEXT:]
         text = decoded(self._tokenizer, newest)
-        if text.endswith(unsent) or len(self._window) > LONGEST_WINDOW:
+        if text.endswith(unsent) or len(self._window) > MAX_WINDOW_TOKENS:
             self._window, self._sent = newest, max(0, len(text) - len(unsent))

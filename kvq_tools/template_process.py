@@ -4,8 +4,8 @@ A template is a program from a checkpoint. Jinja's sandbox keeps it from reading
 expression such as 10 ** (10 ** 8) computes for minutes inside of one call, during which no other
 thread of the process runs.
 
-    to the process     {"number", "template", "messages", "names", "most", "continues", "seconds"}
-    from it            {"number"}, with "text" or "error": one line of JSON each
+    to the process   {"number", "template", "messages", "names", "maximum", "continues", "seconds"}
+    from it          {"number"}, with "text" or "error": one line of JSON each
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class TemplateProcess:
         template: str,
         messages: list[dict[str, str]],
         names: dict[str, Any],
-        most: int,
+        maximum: int,
         *,
         continues: bool = False,
     ) -> str:
@@ -52,13 +52,13 @@ class TemplateProcess:
             template: in Jinja.
             messages: with `role` and `content`.
             names: what else the template can read.
-            most: characters of the longest text.
+            maximum: characters of the longest text.
             continues: leave the last message open, and begin no answer.
 
         Raises TemplateError, in one line.
         """
         self._number += 1
-        asked = dict(template=template, messages=messages, names=names, most=most)
+        asked = dict(template=template, messages=messages, names=names, maximum=maximum)
         asked |= dict(number=self._number, continues=continues, seconds=self._seconds)
         answer = self._answer(json.dumps(asked).encode() + b"\n")
         if answer is None or answer.get("number") != self._number:
@@ -125,12 +125,12 @@ def _path() -> str:
     return os.pathsep.join(folder or os.getcwd() for folder in sys.path)
 
 
-def _limit(name: str, most: int) -> None:
+def _limit(name: str, maximum: int) -> None:
     with contextlib.suppress(ImportError, AttributeError, ValueError, OSError):
         import resource
 
         kind = getattr(resource, name)
-        resource.setrlimit(kind, (most, resource.getrlimit(kind)[1]))
+        resource.setrlimit(kind, (maximum, resource.getrlimit(kind)[1]))
 
 
 def main() -> None:
@@ -152,8 +152,8 @@ def main() -> None:
                 **asked["names"],
             )
             answer = {"text": text}
-            if len(text) > asked["most"]:
-                answer = {"error": f"its text has more than {asked['most']} characters"}
+            if len(text) > asked["maximum"]:
+                answer = {"error": f"its text has more than {asked['maximum']} characters"}
         except Exception as error:  # a template may do anything
             answer = {"error": " ".join(str(error).split()) or type(error).__name__}
         line = json.dumps(answer | {"number": asked["number"]})

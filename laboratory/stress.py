@@ -61,7 +61,7 @@ from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama, abstract_llama
 from kvq_models.llama.rope import rope_for
 
-LARGEST_BIAS = float(np.finfo(np.float32).max)
+MAX_BIAS = float(np.finfo(np.float32).max)
 FACTORS = (2.0**-126, 2.0**126)  # they and their inverses are normal numbers in float32
 
 Weights = dict[str, jax.Array]
@@ -150,20 +150,20 @@ def check(config: LlamaConfig, stress: Stress) -> None:
             "nothing to do: ask for key outliers, value outliers, input outliers or a key bias"
         )
     pairs = config.head_dim // 2
-    for name, outliers, most, places in (
+    for name, outliers, maximum, places in (
         ("key", stress.key_outliers, pairs, "RoPE pairs of a head"),
         ("value", stress.value_outliers, config.head_dim, "channels of a head"),
         ("input", stress.input_outliers, config.hidden_size, "channels of a layer's input"),
     ):
-        if outliers is not None and not 1 <= outliers.channels <= most:
+        if outliers is not None and not 1 <= outliers.channels <= maximum:
             raise ValueError(
-                f"{name} outliers in {outliers.channels} {places}: between 1 and {most} are"
+                f"{name} outliers in {outliers.channels} {places}: between 1 and {maximum} are"
                 " possible"
             )
         if outliers is not None and not FACTORS[0] <= outliers.factor <= FACTORS[1]:
-            least, largest = FACTORS
+            minimum, largest = FACTORS
             raise ValueError(
-                f"{name} outliers need a factor above 0, from {least:.1e} to {largest:.1e}, got"
+                f"{name} outliers need a factor above 0, from {minimum:.1e} to {largest:.1e}, got"
                 f" {outliers.factor}"
             )
     if stress.one_dimension and stress.key_outliers is None:
@@ -179,9 +179,9 @@ def check(config: LlamaConfig, stress: Stress) -> None:
         raise ValueError(f"a seed must be at least 0, got {stress.seed}")
     if stress.key_bias is None:
         return
-    if not 0 <= stress.key_bias <= LARGEST_BIAS:
+    if not 0 <= stress.key_bias <= MAX_BIAS:
         raise ValueError(
-            f"a key bias must be at least 0 and a float32, at most {LARGEST_BIAS:.1e}, got"
+            f"a key bias must be at least 0 and a float32, at most {MAX_BIAS:.1e}, got"
             f" {stress.key_bias}"
         )
     if config.qk_norm:

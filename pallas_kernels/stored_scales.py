@@ -31,6 +31,6 @@ def raised_scale(scale: Float[Array, "..."], dtype: DTypeLike, steps: int) -> Fl
     normal numbers, and other scales as they are."""
     if jnp.dtype(dtype) != jnp.float16:
         return scale
-    normal, least = 2.0**-14, 2.0**-24
-    small = jnp.where(scale * steps < least / 2, 0.0, jnp.ceil(scale / least) * least)
+    normal, minimum = 2.0**-14, 2.0**-24
+    small = jnp.where(scale * steps < minimum / 2, 0.0, jnp.ceil(scale / minimum) * minimum)
     return jnp.where(scale < normal, small, scale)

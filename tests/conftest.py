@@ -31,7 +31,7 @@ hypothesis.settings.load_profile("kvq")
 
 # The files that take longest, in order: a long file that comes last keeps one worker busy while the
 # other waits.
-LONGEST = (
+LONGEST_FILES = (
     "tests/test_multi_device.py",
     "tests/kvq_models/inference/test_decoding.py",
     "tests/kvq_tools/cli/test_cli_calibration.py",
@@ -70,7 +70,7 @@ def place(item: pytest.Item) -> tuple[int, int]:
     case = callspec.params.get("case") if callspec else None
     if isinstance(case, MethodCase) and file.startswith("tests/kvq_jax/"):
         return 0, METHOD_CASES.index(case)
-    return 1, LONGEST.index(file) if file in LONGEST else len(LONGEST)
+    return 1, LONGEST_FILES.index(file) if file in LONGEST_FILES else len(LONGEST_FILES)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -20,8 +20,8 @@ from benchmarks.resources import resident_bytes
 
 # of the 65530 that Linux allows a process; each compiled program takes several, and past the limit
 # LLVM crashes
-MOST_MAPPINGS = 20_000
-MOST_BYTES = 2600 << 20  # of resident memory at which compiled programs are dropped
+MAX_MAPPINGS = 20_000
+MAX_BYTES = 2600 << 20  # of resident memory at which compiled programs are dropped
 MORE_BYTES = (
     300 << 20
 )  # beyond what a process still holds after that, before they are dropped again
@@ -53,7 +53,7 @@ class Resources:
     def __init__(self) -> None:
         # traces are many small objects that live long: the usual thresholds cost a tenth of the run
         gc.set_threshold(50_000, 20, 50)
-        self.most = MOST_BYTES
+        self.maximum = MAX_BYTES
         self.counts: Counter[str] = Counter()
         jax.monitoring.register_event_listener(self.count)
 
@@ -67,12 +67,12 @@ class Resources:
         longer to count, after each file."""
         from kvq_tools.evaluation.program_memory import mappings  # after the options of XLA are set
 
-        if resident_bytes() > self.most or (
-            (nextitem is None or nextitem.path != item.path) and mappings() > MOST_MAPPINGS
+        if resident_bytes() > self.maximum or (
+            (nextitem is None or nextitem.path != item.path) and mappings() > MAX_MAPPINGS
         ):
             drop_programs()
             self.counts["drops"] += 1
-            self.most = max(MOST_BYTES, resident_bytes() + MORE_BYTES)
+            self.maximum = max(MAX_BYTES, resident_bytes() + MORE_BYTES)
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         use = {"peak": peak_bytes(), **self.counts}

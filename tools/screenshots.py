@@ -37,7 +37,7 @@ WIDTHS = (1400, 420)  # of a browser's window, in pixels
 HEIGHT = 2000
 PROGRAMS = {"terminal": ("Xvfb", "xterm", "import", "convert"), "report": ("chromium", "convert")}
 COLORS = 64  # of a file: a picture of text has few
-LONGEST = 600  # seconds of one command
+MAX_SECONDS = 600  # of one command
 
 
 def terminal(command: str, columns: int, picture: Path) -> None:
@@ -46,7 +46,7 @@ def terminal(command: str, columns: int, picture: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         status = Path(folder) / "status"
         script = f"printf '$ %s\\n' {shlex.quote(command)}; {command} 2>/dev/null; "
-        script += f"echo $? > {status}.new; mv {status}.new {status}; sleep {LONGEST}"
+        script += f"echo $? > {status}.new; mv {status}.new {status}; sleep {MAX_SECONDS}"
         display, number = os.pipe()
         with subprocess.Popen(
             ["Xvfb", "-displayfd", str(number), "-screen", "0", "1400x1900x24"], pass_fds=[number]
@@ -103,11 +103,11 @@ def terminal(command: str, columns: int, picture: Path) -> None:
 
 
 def _answer(status: Path) -> int:
-    for _ in range(LONGEST * 5):
+    for _ in range(MAX_SECONDS * 5):
         if status.exists():
             return int(status.read_text())
         time.sleep(0.2)
-    raise RuntimeError(f"no end after {LONGEST} s")
+    raise RuntimeError(f"no end after {MAX_SECONDS} s")
 
 
 def report(page: Path, width: int, dark: bool, picture: Path) -> None:
@@ -128,7 +128,10 @@ def report(page: Path, width: int, dark: bool, picture: Path) -> None:
             page.resolve().as_uri(),
         ]
         subprocess.run(
-            ["chromium", *options, *shot], check=True, stderr=subprocess.DEVNULL, timeout=LONGEST
+            ["chromium", *options, *shot],
+            check=True,
+            stderr=subprocess.DEVNULL,
+            timeout=MAX_SECONDS,
         )
     _small(picture, [])
 

@@ -248,10 +248,10 @@ def full_disk(folder: Path) -> Iterator[Inject]:
         name, rng = names[number % len(names)], np.random.default_rng(number)
         writer = WRITERS[name]
         writer.write(folder, 0)
-        most = int(rng.integers(0, 1500))
+        maximum = int(rng.integers(0, 1500))
 
         def write() -> None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (maximum, maximum))
             try:
                 with contextlib.nullcontext() if checked else _in_place():
                     writer.write(folder, 1)
@@ -265,7 +265,7 @@ def full_disk(folder: Path) -> Iterator[Inject]:
         if status is None:
             return Outcome(False, "hang", name)
         if content != contents[name, 1 if status == 0 else 0] or again != contents[name, 1]:
-            return Outcome(status == 3, "wrong", f"{name}, at most {most} bytes")
+            return Outcome(status == 3, "wrong", f"{name}, at most {maximum} bytes")
         if status not in (0, 3):
             return Outcome(False, "crash", f"{name} ends with {status}")
         return Outcome(status == 3, "right")
@@ -285,7 +285,7 @@ def compilation_cache(folder: Path) -> Iterator[Inject]:
 
         from kvq_tools.cli import compilation_cache as kept
 
-        kept.SHORTEST = 0.0
+        kept.MIN_SECONDS = 0.0
         kept.begin()
         values = [jax.jit(lambda x, n=n: jnp.cos(x) * n)(jnp.arange(7.0)) for n in (2.5, 3.5)]
         out.write_bytes(b"".join(np.asarray(value).tobytes() for value in values))

@@ -38,8 +38,8 @@ class Timing:
 
     samples: int = 7
     seconds: float = 0.012
-    most_calls: int = 2000
-    most_copies: int = 64
+    max_calls: int = 2000
+    max_copies: int = 64
     cache_bytes: int = 60_000_000
     expected_rate: float = 3e12
     copy_bytes: int = 4 << 30  # of the array whose copying is the yardstick
@@ -47,7 +47,7 @@ class Timing:
     def copies(self, size: int) -> int:
         """Return the number of copies of `size` bytes that fill twice the L2, as far as a program
         can hold them."""
-        return max(1, min(self.most_copies, math.ceil(2 * self.cache_bytes / size)))
+        return max(1, min(self.max_copies, math.ceil(2 * self.cache_bytes / size)))
 
     def is_cold(self, size: int) -> bool:
         """Return True if the copies exceed the L2 twofold."""
@@ -55,11 +55,11 @@ class Timing:
 
     def steps(self, moved: int, copies: int) -> int:
         calls = self.seconds / (moved / self.expected_rate + 8e-6)
-        return max(1, round(min(calls, self.most_calls) / copies))
+        return max(1, round(min(calls, self.max_calls) / copies))
 
 
 SHORT = Timing(
-    samples=3, seconds=0.002, most_calls=20, most_copies=2, copy_bytes=1 << 28
+    samples=3, seconds=0.002, max_calls=20, max_copies=2, copy_bytes=1 << 28
 )  # to see that it works
 
 

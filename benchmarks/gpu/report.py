@@ -16,11 +16,11 @@ from benchmarks.report_file import DERIVED, Report, header, now
 INEXACT_MERGE = "jax.nn rounds the sums' logarithms to bf16: merged inexactly"
 # of packed rows: fp16 queries, weights and rows err by 2e-3 at most if they are interpreted
 # (docs/kernels.md)
-MOST_ERROR = 5e-3
+MAX_ERROR = 5e-3
 MOST_ERROR_BF16 = 2e-2  # of bfloat16 rows, whose weights are rounded to bfloat16
-MOST_ERROR_INEXACT = 6e-2  # of sums whose logarithms are bfloat16
-MOST_ERROR_OF_LOGITS = 4e-2  # of a model in bfloat16, whose roundings differ from layer to layer
-MOST_ERROR_OF_CODES = 1e-2  # of quantized rows: single codes may differ at ties
+MAX_ERROR_INEXACT = 6e-2  # of sums whose logarithms are bfloat16
+MAX_ERROR_OF_LOGITS = 4e-2  # of a model in bfloat16, whose roundings differ from layer to layer
+MAX_ERROR_OF_CODES = 1e-2  # of quantized rows: single codes may differ at ties
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,18 +68,18 @@ class KernelRow:
         )
 
     @property
-    def most_error(self) -> float:
+    def max_error(self) -> float:
         """Return the largest error that rounding explains."""
         if self.section in ("step", "parity"):
-            return MOST_ERROR_OF_LOGITS
+            return MAX_ERROR_OF_LOGITS
         if self.section == "quantize":
-            return MOST_ERROR_OF_CODES
+            return MAX_ERROR_OF_CODES
         return (
-            MOST_ERROR_INEXACT
+            MAX_ERROR_INEXACT
             if self.remark == INEXACT_MERGE
             else MOST_ERROR_BF16
             if self.bf16
-            else MOST_ERROR
+            else MAX_ERROR
         )
 
     @property
@@ -89,8 +89,8 @@ class KernelRow:
         Wrong is an error that rounding does not explain, or a kernel of ours that failed. A row
         that was left out has no error.
         """
-        if self.error is not None and not self.error <= self.most_error:
-            return f"error {self.error:.1e}, at most {self.most_error:.0e} is rounding"
+        if self.error is not None and not self.error <= self.max_error:
+            return f"error {self.error:.1e}, at most {self.max_error:.0e} is rounding"
         return self.failure if self.arithmetic or self.section == "parity" else ""
 
     @property

@@ -15,9 +15,7 @@ from benchmarks.machine_code.sass import Function, Loop, main_loop
 from benchmarks.machine_code.target import Target
 
 BATCH, KV_HEADS, GROUP, TOKENS = 16, 8, 4, 16384  # Llama 3.1 8B
-MOST_REGISTERS = (
-    255  # of a thread, and eight warps on a multiprocessor, for which splits are chosen
-)
+MAX_REGISTERS = 255  # of a thread, and eight warps on a multiprocessor, for which splits are chosen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,8 +103,8 @@ class Case:
                 report.spill_bytes > self.cap_spill_bytes,
             ),
             (
-                f"{report.registers} registers, at most {MOST_REGISTERS}",
-                report.registers > MOST_REGISTERS,
+                f"{report.registers} registers, at most {MAX_REGISTERS}",
+                report.registers > MAX_REGISTERS,
             ),
             (
                 (

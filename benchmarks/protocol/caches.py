@@ -64,7 +64,7 @@ OTHERS = (
 )
 CACHES = (*README, *OTHERS)
 LONG = 4096  # tokens
-LONGEST = CACHES[:5]  # beyond that
+CACHES_BEYOND_LONG = CACHES[:5]  # beyond that
 OWN_WINDOWS = tuple(
     cache for cache in README if cache.partition(":")[0] not in ("int4", "waterfill")
 )  # whose papers have windows of their own: the registry's defaults
@@ -75,5 +75,5 @@ def of_context(context: int) -> tuple[str, ...]:
     """Return the caches that are measured at this length: fewer the longer it is, since a row of 4K
     tokens costs twice and one of 8K five times as much as one of 2K."""
     if context > LONG:
-        return LONGEST
+        return CACHES_BEYOND_LONG
     return README if context > 2048 else CACHES

@@ -11,8 +11,8 @@ from benchmarks.protocol import made_plans
 from benchmarks.protocol.large_models import CONTEXT
 from benchmarks.protocol.report import ProtocolReport, Row
 from kvq_jax.cache.size import COMPARED_BATCHES
-from kvq_tools.evaluation.protocol import DECODED_FROM, MOST_EXACT, RECENT, SINK, WORDS, choice
-from kvq_tools.report.verdict import LEAST_KL, sentence
+from kvq_tools.evaluation.protocol import DECODED_FROM, MAX_EXACT, RECENT, SINK, WORDS, choice
+from kvq_tools.report.verdict import MIN_KL, sentence
 
 
 def page(report: ProtocolReport, file: pathlib.Path) -> str:
@@ -68,7 +68,7 @@ def _said(report: ProtocolReport) -> list[str]:
         f" {report.scored} tokens of a window are scored, the same in both readings.",
         f"The first {SINK} and the newest {RECENT} tokens are exact in every row but those with the"
         " paper's windows; `exact` is the mean share of exact tokens among those that a scored one"
-        f" reads, with ! above {MOST_EXACT:.0%}.",
+        f" reads, with ! above {MAX_EXACT:.0%}.",
         f"`decoded` prefills {DECODED_FROM} tokens and decodes all others.",
         "KL in nats per token: mean with a 95 % interval over windows (modified Cox, widened by the"
         " rounding that other batches and steps show), median, 99.9th percentile, all over the"
@@ -131,7 +131,7 @@ def cells(report: ProtocolReport, row: Row) -> tuple[str, ...]:
         f"{sizes[0].resident_bits:.2f}",
         *(f"{size.resident / 2**30:.2f}" for size in sizes),
         f"{row.model_bytes / 2**20:.1f}",
-        f"{row.exact_share:.1%}{'!' if row.exact_share > MOST_EXACT and _lossy(row) else ''}",
+        f"{row.exact_share:.1%}{'!' if row.exact_share > MAX_EXACT and _lossy(row) else ''}",
         with_interval(*report.kl(row), "#.3g"),
         f"{measured.median:#.2g}",
         f"{measured.p999:#.2g}",
@@ -150,7 +150,7 @@ def _own(row: Row) -> str:
 
 
 def _lossy(row: Row) -> bool:
-    return min(row.measured.window_kl) > LEAST_KL
+    return min(row.measured.window_kl) > MIN_KL
 
 
 def _decoded_over_prompt(report: ProtocolReport) -> list[tuple[str, ...]]:

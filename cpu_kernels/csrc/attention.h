@@ -183,9 +183,9 @@ struct Attention : AttentionState {
       float* out = scores_of(block) + i * kPadded;
       if (work.soft_cap > 0) cap_scores(out, from / kLanes * kLanes, padded, work.soft_cap);
       hide(row, first, from, live, out);
-      Floats most = splat(largest[row]);
-      for (int64_t t = 0; t < padded; t += kLanes) most = larger(load(out + t), most);
-      const float level = largest_lane(most);
+      Floats highest = splat(largest[row]);
+      for (int64_t t = 0; t < padded; t += kLanes) highest = larger(load(out + t), highest);
+      const float level = largest_lane(highest);
       if (level > largest[row]) shrink(row, exp_of(splat(largest[row] - level))[0]);
       largest[row] = level;
       const bool unseen = level == kNegInf;  // no token yet, or only NaN and -inf

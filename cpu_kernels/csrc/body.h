@@ -207,7 +207,7 @@ KVQ_INLINE int64_t transposed_floats(const Body& body) {
          2 * vectors * body.span + 2 * vectors;
 }
 
-constexpr int64_t kLongest = 16;  // lanes of the longest vector
+constexpr int64_t kMaxLanes = 16;  // lanes of the longest vector
 
 // Vectors of kDecoded tokens, and their cosines and sines, in the order of storage, and a few more
 // rows; or a row of 16-bit pairs for every two stored channels (runs.h).
@@ -215,7 +215,7 @@ KVQ_INLINE int64_t run_floats(const Body& body) {
   if (body.form != kRuns) return 0;
   const int64_t rows = (body.rotated ? 3 : 1) * kDecoded + 3,
                 pairs = body.synthesis ? (body.stored_channels() + 1) / 2 : 0;
-  return (rows + pairs) * (body.row_floats() + kLongest);
+  return (rows + pairs) * (body.row_floats() + kMaxLanes);
 }
 
 // Transposed words of the runs of a tile, at most 32 lanes for each group of kDecoded tokens, and
@@ -230,14 +230,14 @@ KVQ_INLINE int64_t across_floats(const Body& body) {
 
 // Arrays that AttentionState takes from its scratch, at most. Up to 15 floats are lost before each,
 // because it begins at a multiple of 64 bytes.
-constexpr int64_t kMostTakes = 29;
+constexpr int64_t kMaxTakes = 29;
 
 KVQ_INLINE int64_t scratch_floats(const Body& k, const Body& v, int64_t rows) {
   const int64_t padded = row_blocks(rows) * kRowBlock,
                 widest = k.row_floats() > v.row_floats() ? k.row_floats() : v.row_floats();
   const int64_t k_groups = k.channel_groups() + 1, v_groups = v.channel_groups() + 1,
                 groups = k_groups > v_groups ? k_groups : v_groups;
-  const int64_t lanes = kLongest;
+  const int64_t lanes = kMaxLanes;
   return (padded + v_groups * kRowBlock) * (kTile + lanes)  // scores or weights, and scaled weights
          + (padded + kRowBlock) * k.row_floats()            // queries, and scaled or turned queries
          + padded * (v.row_floats() + lanes)                // weighted values, sums of weights
@@ -250,7 +250,7 @@ KVQ_INLINE int64_t scratch_floats(const Body& k, const Body& v, int64_t rows) {
          + transposed_floats(k)                 // words
          + run_floats(k) + run_floats(v)        // vectors of runs
          + across_floats(k) + across_floats(v)  // or their words
-         + 16 * kMostTakes;                     // alignment
+         + 16 * kMaxTakes;                      // alignment
 }
 
 using AttendTokens = void (*)(const Work&);

@@ -11,8 +11,8 @@ namespace kvq {
 
 constexpr int64_t kKeyBlock = 256;  // keys whose scores become weights together
 constexpr int64_t kRowTile = 6;     // query rows that share the loads of a key or value
-constexpr int64_t kMostRows = 384;  // query rows of a task, which share the packing of keys
-constexpr int64_t kLeastRows = 96;
+constexpr int64_t kMaxRows = 384;   // query rows of a task, which share the packing of keys
+constexpr int64_t kMinRows = 96;
 
 // Some query tokens of the heads that read one KV head of one row of the batch. Row i of them is
 // token i / group of head i % group.
@@ -39,18 +39,18 @@ KVQ_INLINE int64_t whole_tiles(int64_t rows) { return (rows + kRowTile - 1) / kR
 
 // Channels with padding, in whole vectors of any processor.
 KVQ_INLINE int64_t padded_channels(int64_t channels) {
-  return (channels + kLongest - 1) / kLongest * kLongest;
+  return (channels + kMaxLanes - 1) / kMaxLanes * kMaxLanes;
 }
 
-// Arrays that PromptAttention takes from its scratch, at most (kMostTakes of body.h).
-constexpr int64_t kMostPromptTakes = 8;
+// Arrays that PromptAttention takes from its scratch, at most (kMaxTakes of body.h).
+constexpr int64_t kMaxPromptTakes = 8;
 
 KVQ_INLINE int64_t prompt_scratch(int64_t rows, int64_t channels) {
   const int64_t width = padded_channels(channels);
   return 2 * whole_tiles(rows) * (width + 8)  // queries, weighted values, maxima and sums
          + 2 * kKeyBlock * width              // a block of keys and of values
          + kRowTile * kKeyBlock               // scores
-         + 16 * kMostPromptTakes;             // alignment
+         + 16 * kMaxPromptTakes;              // alignment
 }
 
 using AttendRows = void (*)(const PromptRows&);

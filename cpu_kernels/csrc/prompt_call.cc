@@ -12,7 +12,7 @@ namespace {
 int64_t tokens_of_task(const PromptCall& call, int64_t threads) {
   const int64_t rows = call.batch * call.heads * call.queries * call.group;
   const int64_t fair = rows / (4 * threads) + 1;
-  return std::max<int64_t>(1, std::clamp(fair, kLeastRows, kMostRows) / call.group);
+  return std::max<int64_t>(1, std::clamp(fair, kMinRows, kMaxRows) / call.group);
 }
 
 // The older rows that any query of a row of the batch sees, in the order in which they are left,
@@ -39,11 +39,11 @@ struct OldRows {
 std::vector<int32_t> counts_of(const PromptCall& call) {
   std::vector<int32_t> counts(call.batch * call.queries);
   for (int64_t b = 0; b < call.batch; b++) {
-    int64_t most = 0;
+    int64_t largest = 0;
     for (int64_t t = 0; t < call.queries; t++) {
       const int64_t i = b * call.queries + t;
-      most = std::max<int64_t>(most, std::min<int64_t>(call.counts[i], call.fresh));
-      counts[i] = int32_t(most);
+      largest = std::max<int64_t>(largest, std::min<int64_t>(call.counts[i], call.fresh));
+      counts[i] = int32_t(largest);
     }
   }
   return counts;

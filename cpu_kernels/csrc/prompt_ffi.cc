@@ -24,7 +24,7 @@ namespace ffi = xla::ffi;
 
 namespace {
 
-constexpr int64_t kMostChannels = 1024;
+constexpr int64_t kMaxChannels = 1024;
 
 std::atomic<uint64_t> prompts_attended{0};
 
@@ -52,8 +52,8 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::AnyBuffer 
   call.old = reach.dimensions()[1], call.fresh = tokens - call.old;
   if (call.queries < 1 || rows % call.queries) return invalid("counts must be [B, T], R = G * T");
   call.group = rows / call.queries;
-  if (call.channels < 1 || call.channels > kMostChannels) return invalid("H must be 1 to 1024");
-  if (call.group < 1 || call.group > kvq::kLeastRows) return invalid("G must be 1 to 96");
+  if (call.channels < 1 || call.channels > kMaxChannels) return invalid("H must be 1 to 1024");
+  if (call.group < 1 || call.group > kvq::kMinRows) return invalid("G must be 1 to 96");
   if (call.fresh < 0) return invalid("reach has more rows than keys");
   if (window < 0) return invalid("a window must be positive");
   const std::vector<int64_t> stored{call.batch, call.heads, tokens, call.channels};

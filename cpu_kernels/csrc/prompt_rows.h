@@ -112,9 +112,9 @@ struct PromptAttention {
       add_block([&](int64_t row) { return part.left[token_of(row)] - at; },
                 [&](int64_t) { return count; });
     }
-    const int64_t most = part.counts[part.last - 1];
-    for (int64_t at = begin / kKeyBlock * kKeyBlock; at < most; at += kKeyBlock) {
-      load_block(minimum(kKeyBlock, most - at), [&](int64_t i) { return part.old + at + i; });
+    const int64_t count = part.counts[part.last - 1];
+    for (int64_t at = begin / kKeyBlock * kKeyBlock; at < count; at += kKeyBlock) {
+      load_block(minimum(kKeyBlock, count - at), [&](int64_t i) { return part.old + at + i; });
       add_block([&](int64_t row) { return part.begins[token_of(row)] - at; },
                 [&](int64_t row) { return minimum(kKeyBlock, part.counts[token_of(row)] - at); });
     }
@@ -179,29 +179,29 @@ struct PromptAttention {
   void add_block(Begin begin, End end) {
     for (int64_t first = 0; first < tiled; first += kRowTile) {
       // neither falls from one token to the next
-      const int64_t least = maximum(0, begin(first)) / kPanel * kPanel,
-                    most = end(first + kRowTile - 1);
-      if (most <= least) continue;
-      for (int64_t at = least; at < most; at += kPanel)
-        multiply_columns(minimum(kColumns, (most - at + kLanes - 1) / kLanes), q + first * width,
+      const int64_t low = maximum(0, begin(first)) / kPanel * kPanel,
+                    high = end(first + kRowTile - 1);
+      if (high <= low) continue;
+      for (int64_t at = low; at < high; at += kPanel)
+        multiply_columns(minimum(kColumns, (high - at + kLanes - 1) / kLanes), q + first * width,
                          width, keys + at * width, kPanel, scores + at, kKeyBlock, width, nullptr);
       float shrink[kRowTile];
       for (int64_t r = 0; r < kRowTile; r++)
         shrink[r] =
-            weigh_row(scores + r * kKeyBlock + least, begin(first + r) - least,
-                      maximum(0, end(first + r) - least), most - least, m[first + r], l[first + r]);
+            weigh_row(scores + r * kKeyBlock + low, begin(first + r) - low,
+                      maximum(0, end(first + r) - low), high - low, m[first + r], l[first + r]);
       for (int64_t c = 0; c < width; c += kPanel)
-        multiply_columns(minimum(kColumns, (width - c) / kLanes), scores + least, kKeyBlock,
-                         values + least * width + c, width, o + first * width + c, width,
-                         most - least, shrink);
+        multiply_columns(minimum(kColumns, (width - c) / kLanes), scores + low, kKeyBlock,
+                         values + low * width + c, width, o + first * width + c, width, high - low,
+                         shrink);
     }
   }
 
-  // Turn the scores of a row into weights, 0 before `begin` and from `end` to `most`. Returns what
+  // Turn the scores of a row into weights, 0 before `begin` and from `end` to `high`. Returns what
   // the sums of earlier blocks are multiplied by.
-  float weigh_row(float* scores, int64_t begin, int64_t end, int64_t most, float& m,
+  float weigh_row(float* scores, int64_t begin, int64_t end, int64_t high, float& m,
                   float& l) const {
-    const int64_t whole = whole_vectors(most);
+    const int64_t whole = whole_vectors(high);
     if (part.soft_cap > 0) cap_scores(scores, 0, whole, part.soft_cap * kLog2E);
     for (int64_t t = 0; t < minimum(begin, whole); t++) scores[t] = kvq::kNegInf;
     for (int64_t t = end; t < whole; t++) scores[t] = kvq::kNegInf;

@@ -14,10 +14,10 @@
 
 namespace {
 
-using kvq::kLongest;
+using kvq::kMaxLanes;
 using kvq::kRunWidths;
 
-constexpr int64_t kMostNumber = 255;  // 8 bits, counted from the middle in half steps
+constexpr int64_t kMaxNumber = 255;  // 8 bits, counted from the middle in half steps
 constexpr float kEighths[16] = {1.0f,       1.0905077f, 1.1892071f, 1.2968396f,
                                 1.4142135f, 1.5422108f, 1.6817929f, 1.8340081f};
 
@@ -44,7 +44,7 @@ struct Runs {
 
   Runs(const Body& described, const kvq::RunArrays& stored, int64_t tokens, float* scratch)
       : body(described), arrays(stored), capacity(tokens),
-        stride(described.row_floats() + kLongest) {
+        stride(described.row_floats() + kMaxLanes) {
     vectors = scratch;
     cosines = vectors + kDecoded * stride;
     sines = cosines + kDecoded * stride;
@@ -167,7 +167,7 @@ struct Runs {
   // of a column, and get larger numbers in place of larger entries.
   void order_matrix() const {
     const int64_t channels = body.channels, stored = body.stored_channels();
-    const float most = minimum(int64_t(32767), INT32_MAX / (kMostNumber * maximum(stored, 1)));
+    const float max_entry = minimum(int64_t(32767), INT32_MAX / (kMaxNumber * maximum(stored, 1)));
     float peaks[kRunWidths] = {}, unit = 0;
     for (int64_t c = 0; c < stride; c++) scale[c] = mean[c] = 0;
     for (int64_t c = 0; c < channels; c++) mean[c] = arrays.mean[c];
@@ -178,18 +178,18 @@ struct Runs {
         peak = peak < size ? size : peak;
         mean[c] += row[c] * 0;  // NaN if an entry is no number, which integers cannot say
       }
-      const float least = peak * float((1 << width) - 1) / kMostNumber;
-      unit = unit < least ? least : unit;
+      const float needed = peak * float((1 << width) - 1) / kMaxNumber;
+      unit = unit < needed ? needed : unit;
     });
     for (int64_t width = 1; width <= kRunWidths; width++) {
       int32_t& multiple = multiple_of(width) = 1;
-      const int64_t limit = kMostNumber / ((1 << width) - 1);
+      const int64_t limit = kMaxNumber / ((1 << width) - 1);
       while (multiple < limit && float(multiple) * unit < peaks[width - 1]) multiple++;
     }
     for_rows_of_matrix([&](int64_t, int64_t width, const float* row) {
       const float factor = factor_of(width);
       for (int64_t c = 0; c < channels; c++) {
-        const float size = (row[c] < 0 ? -row[c] : row[c]) * factor / most;
+        const float size = (row[c] < 0 ? -row[c] : row[c]) * factor / max_entry;
         scale[c] = scale[c] < size ? size : scale[c];
       }
     });

@@ -181,18 +181,18 @@ class Job {
     const int64_t rows = call_.rows, channels = call_.values.body.head_dim(),
                   at = (b * call_.heads + h) * rows;
     for (int64_t r = 0; r < rows; r++) {
-      float most = kNegInf, total = 0;
+      float largest = kNegInf, total = 0;
       float* o = call_.o + (at + r) * channels;
       std::memset(o, 0, channels * sizeof(float));
       for (size_t i = first; i < last; i++)
-        most = std::max(most, results_[i * result_floats(call_) + r]);
+        largest = std::max(largest, results_[i * result_floats(call_) + r]);
       for (size_t i = first; i < last; i++) {
         const float* result = results_.data() + i * result_floats(call_);
-        const float shrink = std::exp(result[r] - most);
+        const float shrink = std::exp(result[r] - largest);
         total += result[rows + r] * shrink;
         for (int64_t c = 0; c < channels; c++) o[c] += result[2 * rows + r * channels + c] * shrink;
       }
-      call_.m[at + r] = most;
+      call_.m[at + r] = largest;
       call_.l[at + r] = total;
     }
   }

@@ -41,9 +41,9 @@ std::string check_sparse(const kvq::Tables& tables, int64_t outputs, int64_t inp
   for (int64_t o = 0; o < outputs; o++) falls |= starts[o + 1] < starts[o];
   if (falls || starts[0] != 0 || starts[outputs] != entries)
     return "starts must rise from 0 to the number of entries";
-  uint16_t most = 0;
-  for (int64_t e = 0; e < entries; e++) most = std::max(most, tables.inputs[e]);
-  return entries && most >= inputs ? "the inputs of sparse entries must be below I" : "";
+  uint16_t largest = 0;
+  for (int64_t e = 0; e < entries; e++) largest = std::max(largest, tables.inputs[e]);
+  return entries && largest >= inputs ? "the inputs of sparse entries must be below I" : "";
 }
 
 // Fill the product with matrix m. Returns what is wrong, or an empty text.
@@ -85,7 +85,7 @@ ffi::Error multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Remainin
   if (x.dimensions().size() != 2) return invalid("x must be [T, I]");
   if (arrays.size() != results.size() * kArrays)
     return invalid("there must be five arrays and a result for each matrix");
-  kvq::PackedCall call{x.typed_data(), x.dimensions()[0], x.dimensions()[1], kvq::kMostDigits, {}};
+  kvq::PackedCall call{x.typed_data(), x.dimensions()[0], x.dimensions()[1], kvq::kMaxDigits, {}};
   try {
     for (size_t m = 0; m < results.size(); m++) {
       kvq::PackedProduct product{};

@@ -24,13 +24,13 @@ void pause() {
 #endif
 }
 
-// Return true as soon as `ready` does, or false after `most`.
+// Return true as soon as `ready` does, or false after `limit`.
 template <class Ready>
-bool spin(std::chrono::microseconds most, const Ready& ready) {
+bool spin(std::chrono::microseconds limit, const Ready& ready) {
   using Clock = std::chrono::steady_clock;
   constexpr int kLooks = 16;  // for each look at the clock
   if (ready()) return true;
-  const auto end = Clock::now() + most;
+  const auto end = Clock::now() + limit;
   do {
     for (int i = 0; i < kLooks; i++, pause())
       if (ready()) return true;

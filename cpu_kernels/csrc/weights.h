@@ -26,7 +26,7 @@ constexpr int64_t kPanelOutputs = 32;
 constexpr int64_t kWordInputs = 32;  // inputs whose 4-bit codes lie in four words of an output
 constexpr int64_t kCoarse = 256;
 constexpr int64_t kTokenBlock = 8;  // rows of x that lie interleaved
-constexpr int64_t kMostDigits = 3;
+constexpr int64_t kMaxDigits = 3;
 
 enum class ScaleKind {
   kFloat16,

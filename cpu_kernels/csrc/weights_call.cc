@@ -9,7 +9,7 @@
 namespace kvq {
 namespace {
 
-constexpr int64_t kLeastWork = 1 << 18;  // codes times tokens of a task: some 10 microseconds
+constexpr int64_t kMinWork = 1 << 18;  // codes times tokens of a task: some 10 microseconds
 constexpr int64_t kTasksOfThread = 4;
 constexpr size_t kAlignment = 64;       // bytes of a cache line, which no vector then crosses
 constexpr int64_t kRowBytes = 1 << 19;  // of the rows of x that a task reads again for each panel
@@ -76,9 +76,9 @@ void allocate(const PackedCall& call, int64_t tokens, Rows& rows) {
 // Round a group of a row to the numbers that one digit can hold.
 void round_group(float* x, int64_t stride, int64_t group) {
   constexpr float kWhole = 12582912;  // added and subtracted, it leaves the nearest integer
-  float most = 0;
-  for (int64_t i = 0; i < group; i++) most = std::max(most, std::fabs(x[i * stride]));
-  const float scale = most > 1e-30f ? most / 127 : 0, factor = scale > 0 ? 127 / most : 0;
+  float largest = 0;
+  for (int64_t i = 0; i < group; i++) largest = std::max(largest, std::fabs(x[i * stride]));
+  const float scale = largest > 1e-30f ? largest / 127 : 0, factor = scale > 0 ? 127 / largest : 0;
   for (int64_t i = 0; i < group; i++) {
     float& entry = x[i * stride];
     entry = std::isfinite(entry) ? scale * ((entry * factor + kWhole) - kWhole) : NAN;
@@ -206,16 +206,17 @@ void multiply_rows(const PackedCall& call, const Chosen& chosen, const Multiplie
     work += inputs * weights.outputs * tokens;
   }
   if (!panels) return;
-  const int64_t most = std::max<int64_t>(1, work / kLeastWork), blocks = count * kinds.size();
-  helpers = std::min(helpers, most - 1);
+  const int64_t max_tasks = std::max<int64_t>(1, work / kMinWork), blocks = count * kinds.size();
+  helpers = std::min(helpers, max_tasks - 1);
   run_tasks(blocks, std::min(helpers, count - 1), schedule, [&](int64_t b, int64_t) {
     arrange(call, chosen, kernel, kinds[b / count], b % count);
   });
   // Blocks of a task.
   const int64_t together = std::clamp<int64_t>(kRowBytes / (inputs * kTokenBlock * 4), 1, count);
   const int64_t chunks = (count + together - 1) / together;
-  const int64_t parts = std::clamp<int64_t>(kTasksOfThread * (helpers + 1) / chunks, 1,
-                                            std::min(panels, std::max<int64_t>(1, most / chunks)));
+  const int64_t parts =
+      std::clamp<int64_t>(kTasksOfThread * (helpers + 1) / chunks, 1,
+                          std::min(panels, std::max<int64_t>(1, max_tasks / chunks)));
   run_tasks(chunks * parts, helpers, schedule, [&](int64_t task, int64_t) {
     const int64_t chunk = task / parts, part = task % parts;
     const int64_t begin = panels * part / parts, end = panels * (part + 1) / parts;

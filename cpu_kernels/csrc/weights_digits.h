@@ -89,10 +89,10 @@ inline void store_bytes(Ints x, int8_t* bytes) {
 // Digits of a group of a row. A group with entries that are not finite has a scale that is none.
 template <int D>
 inline void group_to_digits(const DigitRows& rows, const float* x, int64_t g, int64_t t) {
-  constexpr float kMost = D == 1 ? 127.0f : 127.0f * 65536;
-  constexpr int64_t kMostVectors = 32 / kLanes;
+  constexpr float kMaxCode = D == 1 ? 127.0f : 127.0f * 65536;
+  constexpr int64_t kMaxVectors = 32 / kLanes;
   const int64_t vectors = rows.group / kLanes, at = g * rows.width + t;
-  Floats entries[kMostVectors], largest{};
+  Floats entries[kMaxVectors], largest{};
   Ints all_finite = ~Ints{};
   for (int64_t i = 0; i < vectors; i++) {
     entries[i] = load(x + g * rows.group + i * kLanes);
@@ -101,10 +101,10 @@ inline void group_to_digits(const DigitRows& rows, const float* x, int64_t g, in
     largest = larger(largest, size);
   }
   const bool finite = sum_of_lanes(all_finite) == -kLanes;
-  const float most = finite ? largest_lane(largest) : 0;
+  const float max_size = finite ? largest_lane(largest) : 0;
   // Groups of tiny numbers count as 0: 1 / scale has to be a number.
-  const float scale = most > 1e-30f ? most / kMost : 0;
-  const Floats factor = splat(scale > 0 ? kMost / most : 0);
+  const float scale = max_size > 1e-30f ? max_size / kMaxCode : 0;
+  const Floats factor = splat(scale > 0 ? kMaxCode / max_size : 0);
   Ints above{}, all{};
   for (int64_t i = 0; i < vectors; i++) {
     Ints digits[3];

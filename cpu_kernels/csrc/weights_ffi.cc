@@ -142,7 +142,7 @@ ffi::Error multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<f
                     ffi::Span<const float> centres, ffi::Span<const float> levels, int64_t digits,
                     int64_t experts) {
   if (x.dimensions().size() != 2) return invalid("x must be [T, I]");
-  if (digits != 1 && digits != kvq::kMostDigits) return invalid("digits must be 1 or 3");
+  if (digits != 1 && digits != kvq::kMaxDigits) return invalid("digits must be 1 or 3");
   const bool chooses = chosen.element_count() > 0;
   const int32_t* const choice = chosen.typed_data();
   if (experts < 1 || (chooses ? int64_t(chosen.element_count()) != x.dimensions()[0]

@@ -28,7 +28,7 @@ ScaleKind = Literal["none", "e8m0", "e4m3"]
 E8M0_BIAS = 127
 # Larger entries saturate, so that quotients and products stay finite in any order: XLA multiplies a
 # scale by the constant in `minifloats.decode` first.
-LARGEST_INPUT = 2.0**100
+MAX_INPUT = 2.0**100
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,7 @@ class FloatFormat:
     def largest(self) -> float:
         """Return the largest number that `quantize` writes."""
         largest_scale = {"none": 1.0, "e8m0": 2.0**E8M0_BIAS, "e4m3": E4M3.largest}[self.scale]
-        return min(self.element.largest * largest_scale, LARGEST_INPUT)
+        return min(self.element.largest * largest_scale, MAX_INPUT)
 
 
 @pytree
@@ -94,9 +94,7 @@ def specs(format: FloatFormat, batch: int, heads: int, tokens: int) -> FloatArra
 
 def quantize(rows: Float[Array, "B K T H"], format: FloatFormat) -> FloatArray:
     """Quantize rows. Infinities count as the largest input, NaN as 0."""
-    x = jnp.clip(
-        jnp.where(jnp.isnan(rows), 0, rows).astype(jnp.float32), -LARGEST_INPUT, LARGEST_INPUT
-    )
+    x = jnp.clip(jnp.where(jnp.isnan(rows), 0, rows).astype(jnp.float32), -MAX_INPUT, MAX_INPUT)
     if format.scale == "none":
         return FloatArray(pack(encode(x, format.element), format.layout), None, format)
     group = format.channel_group

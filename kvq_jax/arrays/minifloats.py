@@ -41,7 +41,7 @@ class Minifloat:
         return 2 ** (self.exponent - 1) - 1
 
     @property
-    def least_exponent(self) -> int:
+    def min_exponent(self) -> int:
         """Return the exponent of the least normal number and of all subnormal ones."""
         return 1 - self.bias
 
@@ -54,10 +54,10 @@ E2M1 = Minifloat(2, 1, 6.0)  # 0, 0.5, 1, 1.5, 2, 3, 4, 6
 def encode(x: Float[Array, "..."], format: Minifloat) -> UInt16[Array, "..."]:
     """Return the codes of fp32 numbers. NaN becomes 0."""
     size = jnp.clip(jnp.abs(jnp.where(jnp.isnan(x), 0, x)), 0, format.largest)
-    exponent = jnp.maximum(exponent_of(size), format.least_exponent)
+    exponent = jnp.maximum(exponent_of(size), format.min_exponent)
     # up to 2^(m + 1), which is the next exponent
     mantissa = jnp.round(size * power_of_two(format.mantissa - exponent)).astype(jnp.int32)
-    code = ((exponent - format.least_exponent) << format.mantissa) + mantissa
+    code = ((exponent - format.min_exponent) << format.mantissa) + mantissa
     negative = (lax.bitcast_convert_type(x, jnp.int32) < 0) & (size > 0)
     return (code | (negative.astype(jnp.int32) << (format.bits - 1))).astype(jnp.uint16)
 

@@ -98,11 +98,13 @@ class PolarArray:
         if self.radius_scale is None or self.radius_zero is None:
             return None
         steps = 1 << self.format.radius_bits
-        most = self.radius_zero.astype(jnp.float32) + steps * self.radius_scale.astype(jnp.float32)
+        maximum = self.radius_zero.astype(jnp.float32) + steps * self.radius_scale.astype(
+            jnp.float32
+        )
         limit = saturation_limit(self.format.scale_dtype)
         if self.format.radius_scale == "sqrt":
             limit = math.sqrt(limit)
-        return out_of_range(most, self.radius_scale, limit, 2)
+        return out_of_range(maximum, self.radius_scale, limit, 2)
 
 
 def specs(format: PolarFormat, batch: int, heads: int, tokens: int) -> PolarArray:
@@ -291,9 +293,9 @@ def _half_tables(body: PolarArray) -> tuple[tuple[Array, Array], tuple[Array, Ar
 def _global_codes(
     radius: Pairs, angle: Pairs, step: Float[Array, "B K 1 half"], format: PolarFormat
 ) -> UInt16[Array, "B K T half"]:
-    turns, most = 1 << format.angle_bits, (1 << format.radius_bits) - 1
+    turns, maximum = 1 << format.angle_bits, (1 << format.radius_bits) - 1
     angle_codes = jnp.mod(jnp.round((angle + math.pi) * (turns / TURN)), turns).astype(jnp.uint16)
-    radius_codes = jnp.clip(jnp.round(radius / jnp.where(step == 0, 1, step)), 0, most).astype(
+    radius_codes = jnp.clip(jnp.round(radius / jnp.where(step == 0, 1, step)), 0, maximum).astype(
         jnp.uint16
     )
     return radius_codes << jnp.uint16(format.angle_bits) | angle_codes
@@ -314,10 +316,10 @@ def _floor_codes(
     high = jnp.max(jnp.where(counted, v, -jnp.inf), axis=3)
     low, high = (jnp.where(jnp.isfinite(bound), bound, 0) for bound in (low, high))
     step = stored_scale((high - low) / (1 << bits), format.scale_dtype, 1 << bits)
-    least = as_stored(low, format.scale_dtype)
-    wide_step, wide_least = (s.astype(jnp.float32)[:, :, :, None] for s in (step, least))
-    bins = jnp.floor((v - wide_least) / jnp.where(wide_step == 0, 1, wide_step))
-    return jnp.clip(bins, 0, (1 << bits) - 1).astype(jnp.uint16), step, least
+    minimum = as_stored(low, format.scale_dtype)
+    wide_step, wide_minimum = (s.astype(jnp.float32)[:, :, :, None] for s in (step, minimum))
+    bins = jnp.floor((v - wide_minimum) / jnp.where(wide_step == 0, 1, wide_step))
+    return jnp.clip(bins, 0, (1 << bits) - 1).astype(jnp.uint16), step, minimum
 
 
 def _start(

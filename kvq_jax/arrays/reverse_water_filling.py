@@ -21,28 +21,28 @@ from jaxtyping import Float, Int
 # Steps of the best uniform quantizer of 2^b levels, b = 0 .. 8, for a normal variable of variance 1
 STEPS = (0.0, 1.5958, 0.9957, 0.5860, 0.3352, 0.1881, 0.1041, 0.0569, 0.0308)
 ERRORS = (1.0, 0.3634, 0.1188, 0.03744, 0.01154, 0.003495, 0.001040, 0.0003043, 0.00008769)
-MOST = len(STEPS) - 1
+MAX_BITS = len(STEPS) - 1
 
 
 def allocate(
     energies: Float[np.ndarray, " n"],
     budget: int,
     errors: Sequence[float] = ERRORS,
-    least: int = 0,
+    minimum: int = 0,
 ) -> Int[np.ndarray, " n"]:
     """Return the optimal widths of n items with energies w, if an item costs one unit for each bit
-    and the sum is at most the budget. No item has fewer than `least` bits.
+    and the sum is at most the budget. No item has fewer than `minimum` bits.
 
     errors: D(b) for b = 0 .. 8, convex.
     """
-    widths = np.full(len(energies), least, np.int64)
+    widths = np.full(len(energies), minimum, np.int64)
     gain = -np.diff(errors)
-    heap = [(-energy * gain[least], item) for item, energy in enumerate(energies)]
+    heap = [(-energy * gain[minimum], item) for item, energy in enumerate(energies)]
     heapq.heapify(heap)
-    for _ in range(min(budget, MOST * len(energies)) - least * len(energies)):
+    for _ in range(min(budget, MAX_BITS * len(energies)) - minimum * len(energies)):
         _, item = heap[0]
         widths[item] += 1
-        if widths[item] == MOST:
+        if widths[item] == MAX_BITS:
             heapq.heappop(heap)
         else:
             heapq.heapreplace(heap, (-energies[item] * gain[widths[item]], item))
@@ -61,7 +61,7 @@ def layer_widths(
     budgets: Sequence[int],
     profiles: int,
     errors: Sequence[float] = ERRORS,
-    least: int = 0,
+    minimum: int = 0,
 ) -> list[list[tuple[int, ...]]]:
     """Return widths for each layer and each of its sides, from the energies of their items.
 
@@ -71,7 +71,7 @@ def layer_widths(
     """
     optima = [
         [
-            tuple(map(int, allocate(side, budget, errors, least)))
+            tuple(map(int, allocate(side, budget, errors, minimum)))
             for side, budget in zip(sides, budgets, strict=True)
         ]
         for sides in energies

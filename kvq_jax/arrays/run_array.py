@@ -31,11 +31,11 @@ from kvq_jax.types.array_types import Axis
 from kvq_jax.types.pytree import describe, pytree
 
 PER_OCTAVE = 8  # steps of the logarithmic scale in a factor of 2
-LARGEST = 1e18  # its square is finite in fp32
+MAX_ENTRY = 1e18  # its square is finite in fp32
 # From this many bits on, no channel is clipped: a clipped entry costs more there than the longer
 # steps (docs/decisions/calibration.md).
 UNCLIPPED = 5
-MOST_UNBIASED = 2.0  # times g, at most: a row far from normal would get a factor that is all noise
+MAX_UNBIASING = 2.0  # times g, at most: a row far from normal would get a factor that is all noise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +105,7 @@ def quantize(
 
     unbiased: True for the scale with u . u^ = |u|^2.
     """
-    u = jnp.clip(jnp.where(jnp.isnan(u), 0, u), -LARGEST, LARGEST)
+    u = jnp.clip(jnp.where(jnp.isnan(u), 0, u), -MAX_ENTRY, MAX_ENTRY)
     size = jnp.maximum(
         jnp.sqrt(jnp.mean(jnp.square(u), axis=-1)),
         jnp.max(jnp.abs(u) / format.ends[None, None, None], axis=-1),
@@ -124,7 +124,7 @@ def quantize(
     # Levels have the signs of their entries, so the product is 0 for zeros alone.
     product = jnp.sum(u * levels(array), axis=-1)
     gain = jnp.sum(jnp.square(u), axis=-1) / jnp.where(product > 0, product, 1)
-    size = jnp.minimum(gain, MOST_UNBIASED) * factor(scale)[..., 0]
+    size = jnp.minimum(gain, MAX_UNBIASING) * factor(scale)[..., 0]
     return dataclasses.replace(array, scale=_logarithm(size))
 
 

@@ -27,9 +27,9 @@ from kvq_jax.types.array_types import Axis
 from kvq_jax.types.pytree import describe, pytree
 from pallas_kernels.tiles.layout import SPAN
 
-MOST_PLACES = 1 << 16  # of a pool and head: indices have 16 bits
-MOST_SLOTS = (1 << 16) - 1  # of a pool: `ends` and `dropped` have 16 bits
-LONGEST_POOL = 128
+MAX_PLACES = 1 << 16  # of a pool and head: indices have 16 bits
+MAX_SLOTS = (1 << 16) - 1  # of a pool: `ends` and `dropped` have 16 bits
+MAX_POOL = 128
 
 
 @pytree
@@ -99,11 +99,11 @@ def pool_of(block: int, per_token: float, channels: int, overflows: bool) -> Poo
         divides = block % tokens == 0 and (block % SPAN > 0 or tokens & (tokens - 1) == 0)
         return (
             divides
-            and tokens * channels <= MOST_PLACES
-            and math.ceil(tokens * per_token) <= MOST_SLOTS
+            and tokens * channels <= MAX_PLACES
+            and math.ceil(tokens * per_token) <= MAX_SLOTS
         )
 
-    fitting = [tokens for tokens in range(1, LONGEST_POOL + 1) if fits(tokens)]
+    fitting = [tokens for tokens in range(1, MAX_POOL + 1) if fits(tokens)]
     if not fitting:
         raise ValueError(
             f"outliers of heads of {channels} channels, {per_token:g} for each token, do not fit"
@@ -142,7 +142,7 @@ def collect(
     index = jnp.where(place < heads * places, place % places, 0)
     dropped = None
     if pool.overflows:
-        dropped = jnp.clip(jnp.sum(wanted, axis=-1) - pool.slots, 0, MOST_SLOTS).astype(jnp.uint16)
+        dropped = jnp.clip(jnp.sum(wanted, axis=-1) - pool.slots, 0, MAX_SLOTS).astype(jnp.uint16)
     return SparseOutliers(
         index.astype(jnp.uint16), values.astype(dtype), ends.astype(jnp.uint16), dropped
     )

@@ -122,9 +122,9 @@ def out_of_range(
         token_axis: the axis of runs of tokens.
     """
     others = tuple(i for i in range(1, scale.ndim) if i != token_axis)
-    least = 2.0**-24 if scale.dtype == jnp.float16 else 0.0
+    minimum = 2.0**-24 if scale.dtype == jnp.float16 else 0.0
     wide = scale.astype(jnp.float32)
-    tiny = (wide <= least) & (largest < float(jnp.finfo(scale.dtype).tiny))
+    tiny = (wide <= minimum) & (largest < float(jnp.finfo(scale.dtype).tiny))
     return OutOfRange(
         jnp.any(largest >= NEAR * limit, axis=others),
         jnp.all(tiny, axis=others) & jnp.any(wide > 0, axis=others),

@@ -65,7 +65,7 @@ NATIVE_PROMPTS = Route("xla", prompts="native", only_on="cpu")
 CUDNN_PROMPTS = Route("xla", prompts="cudnn", only_on="cuda")
 Implementation: TypeAlias = Literal["xla", "pallas", "native"] | Launch | None
 
-MOST_NATIVE_TOKENS = 32  # new tokens of a row in one step
+MAX_NATIVE_TOKENS = 32  # new tokens of a row in one step
 OLDEST = 8.0  # the first compute capability with the tensor-core types and asynchronous loads
 
 
@@ -82,8 +82,8 @@ def unsupported(
 
 
 def _unsupported_native(plan: LayerPlan, tokens: int) -> str | None:
-    if tokens > MOST_NATIVE_TOKENS:
-        return f"{tokens} new tokens in one step; CPU kernels take up to {MOST_NATIVE_TOKENS}"
+    if tokens > MAX_NATIVE_TOKENS:
+        return f"{tokens} new tokens in one step; CPU kernels take up to {MAX_NATIVE_TOKENS}"
     if plan.joint:
         return (
             f"{type(plan.k).__name__} reads keys and values from the same rows, which no CPU kernel"
@@ -109,11 +109,11 @@ def _unsupported_fused(plan: LayerPlan, query_heads: int, tokens: int) -> str | 
     if tokens != 1:
         return f"{tokens} new tokens in one step; kernels take one"
     channels = plan.head_dim
-    most = 16 if channels <= 128 else 8  # as many as fit a program's registers
-    if query_heads // plan.heads > most:
+    maximum = 16 if channels <= 128 else 8  # as many as fit a program's registers
+    if query_heads // plan.heads > maximum:
         return (
-            f"{query_heads // plan.heads} query heads for each KV head; kernels take up to {most}"
-            f" at head dim {channels}"
+            f"{query_heads // plan.heads} query heads for each KV head; kernels take up to"
+            f" {maximum} at head dim {channels}"
         )
     readers: list[Reader] = []
     for name, codec in zip("kv", (plan.k, plan.v), strict=True):
@@ -138,7 +138,7 @@ def _unsupported_fused(plan: LayerPlan, query_heads: int, tokens: int) -> str | 
             "k: keys in runs of channels in a body that is dealt out to shards; kernels rotate"
             " neighbouring tokens"
         )
-    tile = max(reader.least_tile for reader in readers)
+    tile = max(reader.min_tile for reader in readers)
     if plan.regions.held_capacity < tile:
         return f"the body holds {plan.regions.held_capacity} tokens, fewer than one tile of {tile}"
     return None

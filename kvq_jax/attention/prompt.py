@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from cpu_kernels.exact_attention import DTYPES, MOST_CHANNELS, MOST_GROUP, exact_attention
+from cpu_kernels.exact_attention import DTYPES, MAX_CHANNELS, MAX_GROUP, exact_attention
 from kvq_jax.attention import dequantized_body, online_softmax, streaming
 from kvq_jax.layer.plan import LayerPlan, LayerState, Sides
 from kvq_jax.types.array_types import LayerInputs, PositionsBT, QueryBNTH, RowsBKTH, Tree
@@ -28,8 +28,8 @@ def serves(plan: LayerPlan, query_heads: int, dtype: DTypeLike) -> bool:
     return (
         plan.cross_layer is None
         and jnp.dtype(dtype).name in DTYPES
-        and plan.head_dim <= MOST_CHANNELS
-        and query_heads // plan.heads <= MOST_GROUP
+        and plan.head_dim <= MAX_CHANNELS
+        and query_heads // plan.heads <= MAX_GROUP
     )
 
 

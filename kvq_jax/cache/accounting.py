@@ -93,14 +93,14 @@ def body_bits_per_element(
     bits = elements = 0
     for plan, layers in Counter(plans_for(spec, config, "bfloat16", capacity or 1)).items():
         tokens = plan.regions.block * 32
-        counted = layers * (1 if capacity is None else most_blocks(plan))
+        counted = layers * (1 if capacity is None else max_blocks(plan))
         for codec in plan.codecs:
             bits += counted * 8 * nbytes(codec.body(1, plan.heads, tokens))
         elements += counted * 2 * plan.heads * tokens * plan.head_dim
     return bits / elements
 
 
-def most_blocks(plan: LayerPlan) -> int:
+def max_blocks(plan: LayerPlan) -> int:
     """Return the blocks that the body of a layer has room for, at least 1."""
     return max(1, plan.regions.held_capacity // plan.regions.block)
 

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-MOST_ROWS = 8  # lengths that are listed; of more, the smallest and the largest are shown
+MAX_ROWS = 8  # lengths that are listed; of more, the smallest and the largest are shown
 
 
 def line(name: str, facts: Mapping[str, object]) -> str:
@@ -37,7 +37,7 @@ def values(array: Any) -> str:
     if not isinstance(array, jax.Array | np.ndarray):
         return "not allocated"
     entries = np.asarray(array).ravel()
-    if entries.size > MOST_ROWS:
+    if entries.size > MAX_ROWS:
         return f"{entries.min()} to {entries.max()}"
     return str(entries.tolist())
 

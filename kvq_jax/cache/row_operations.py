@@ -294,7 +294,7 @@ def _trim_layer(
         state = dataclasses.replace(state, floor=jnp.where(emptied, 0, floor))
     # The window of recent .. recent + block - 1 tokens touches the blocks that can come back.
     touched = -(-(regions.recent + regions.block - 1) // regions.block)
-    blocks = regions.most_held(min(touched, regions.block_slots))
+    blocks = regions.max_held(min(touched, regions.block_slots))
     if not blocks:
         return state, None
     kept = after_trim(regions, state.intact, old, new)

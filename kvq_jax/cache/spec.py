@@ -31,7 +31,7 @@ from kvq_jax.types.array_types import ModelDims
 
 CACHE_OPTIONS = ("sink", "recent", "block", "skip_layers", "subtract_bias")
 # that a spec can name: a range of layers is expanded before a model bounds it
-MOST_LAYERS = 4096
+MAX_LAYERS = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -346,9 +346,9 @@ def _with_cache_options(spec: CacheSpec, options: dict[str, str]) -> CacheSpec:
             changes[key] = tuple(
                 sorted({layer for first, last in changes[key] for layer in range(first, last + 1)})
             )
-        least = int(key == "block")
-        if key in ("sink", "recent", "block") and not least <= changes[key] < 1 << 31:
-            raise ValueError(f"{key}={text} must be at least {least} and below 2**31")
+        minimum = int(key == "block")
+        if key in ("sink", "recent", "block") and not minimum <= changes[key] < 1 << 31:
+            raise ValueError(f"{key}={text} must be at least {minimum} and below 2**31")
     return dataclasses.replace(spec, **changes)
 
 
@@ -361,8 +361,8 @@ def _check_ranges(where: str, ranges: list[tuple[int, int]]) -> None:
     for first, last in ranges:
         if last < first:
             raise ValueError(f"{where}: no layer is in {first}-{last}; write {last}-{first}")
-        if last >= MOST_LAYERS:
-            raise ValueError(f"{where} names layer {last}; a spec names layers below {MOST_LAYERS}")
+        if last >= MAX_LAYERS:
+            raise ValueError(f"{where} names layer {last}; a spec names layers below {MAX_LAYERS}")
 
 
 def _check_value_method(method: Method) -> None:

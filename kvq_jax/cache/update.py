@@ -341,7 +341,7 @@ def _age(
     are not written."""
     codec, regions, (rows, ring, start, total) = plan.codecs[side], plan.regions, new
     block, tokens = regions.block, rows.shape[2]
-    blocks = regions.most_held(min(-(-tokens // block), regions.block_slots))
+    blocks = regions.max_held(min(-(-tokens // block), regions.block_slots))
     if not blocks:
         return state.body[side]
     first = regions.held(unwritten(regions, state.intact, start))

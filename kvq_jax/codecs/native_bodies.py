@@ -12,9 +12,9 @@ from kvq_jax.arrays.float_array import FloatFormat
 from kvq_jax.arrays.grouped_array import GroupFormat
 from pallas_kernels.tiles.layout import PlaneLayout
 
-MOST_CHANNELS = 1024
-MOST_BITS = 9
-MOST_POLAR_BITS = 12
+MAX_CHANNELS = 1024
+MAX_BITS = 9
+MAX_POLAR_BITS = 12
 LANES = 16  # of the widest vectors
 
 
@@ -79,7 +79,7 @@ def polar(
         return (
             "one step of the radii for a whole sequence; CPU kernels read radii in groups of tokens"
         )
-    if reason := _unsupported(layout, most_bits=MOST_POLAR_BITS):
+    if reason := _unsupported(layout, max_bits=MAX_POLAR_BITS):
         return reason
     return _body(
         layout,
@@ -113,8 +113,8 @@ def floats(format: FloatFormat, *, pre_rope: bool = False) -> Body | str:
 
 def rows(channels: int, dtype: str) -> Body | str:
     """Describe rows in full precision, or say in one line why kernels cannot read them."""
-    if channels > MOST_CHANNELS:
-        return f"head_dim {channels}; CPU kernels serve up to {MOST_CHANNELS}"
+    if channels > MAX_CHANNELS:
+        return f"head_dim {channels}; CPU kernels serve up to {MAX_CHANNELS}"
     return _without_codes(channels, 1, form="rows", scale_dtype=dtype)
 
 
@@ -142,8 +142,8 @@ def runs(
 
     synthesis: keys that a matrix makes of their channels.
     """
-    if channels > MOST_CHANNELS:
-        return f"head_dim {channels}; CPU kernels serve up to {MOST_CHANNELS}"
+    if channels > MAX_CHANNELS:
+        return f"head_dim {channels}; CPU kernels serve up to {MAX_CHANNELS}"
     padded = next(
         (layout for layout in layouts if layout.chunks != 1 or layout.width != layout.channels),
         None,
@@ -167,15 +167,15 @@ def runs(
 
 
 def _unsupported(
-    layout: PlaneLayout, *, pre_rope: bool = False, most_bits: int = MOST_BITS
+    layout: PlaneLayout, *, pre_rope: bool = False, max_bits: int = MAX_BITS
 ) -> str | None:
     if pre_rope and layout.channels % 2:
         return f"keys before RoPE of {layout.channels} channels, which are not pairs"
-    if layout.channels > MOST_CHANNELS:
-        return f"head_dim {layout.channels}; CPU kernels serve up to {MOST_CHANNELS}"
-    if layout.bits > most_bits or len(layout.sets) > 2:
+    if layout.channels > MAX_CHANNELS:
+        return f"head_dim {layout.channels}; CPU kernels serve up to {MAX_CHANNELS}"
+    if layout.bits > max_bits or len(layout.sets) > 2:
         return (
-            f"{layout.bits}-bit codes; CPU kernels unpack those of up to {most_bits} bits in two"
+            f"{layout.bits}-bit codes; CPU kernels unpack those of up to {max_bits} bits in two"
             " plane sets"
         )
     return None

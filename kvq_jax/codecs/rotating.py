@@ -30,7 +30,7 @@ from kvq_jax.types.rope import Rope
 
 OPTION = "rotate=true"
 # Larger entries saturate before rotation, because one entry becomes a part of every channel.
-LARGEST_ENTRY = 2.0**20
+MAX_ENTRY = 2.0**20
 BEFORE_ROPE = f"{OPTION} with keys cached before RoPE, which no kernel turns back"
 
 
@@ -135,4 +135,4 @@ def rotated(codec: Codec) -> Codec:
 
 def _turned(rows: Float[Array, "B heads T H"]) -> Float[Array, "B heads T H"]:
     """Return R x, fp32, of the finite part of rows."""
-    return turn(finite_rows(rows, LARGEST_ENTRY))
+    return turn(finite_rows(rows, MAX_ENTRY))

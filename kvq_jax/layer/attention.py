@@ -16,7 +16,7 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-LARGEST = 2.0**62  # of the numbers below
+MAX_NUMBER = 2.0**62  # of the numbers below
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Attention:
                 number = 0 if isinstance(value, bool | str) else plain(value)
             except (TypeError, ValueError, OverflowError):
                 number = 0
-            if not 0 < number < LARGEST:
+            if not 0 < number < MAX_NUMBER:
                 raise ValueError(f"attention {name}={value!r} must be positive and finite, or None")
             if not isinstance(value, int):  # a scalar of NumPy or JAX
                 object.__setattr__(self, name, number)

@@ -109,7 +109,7 @@ class Regions:
         """Return the number of body tokens that each shard has room for."""
         if self.wraps:
             return (self.block_slots + 1) * self.block
-        return self.most_held(self.body_capacity // self.block) * self.block
+        return self.max_held(self.body_capacity // self.block) * self.block
 
     @property
     def read_capacity(self) -> int:
@@ -117,7 +117,7 @@ class Regions:
         for spare codes, if the body wraps around."""
         return self.block_slots * self.block if self.wraps else self.held_capacity
 
-    def most_held(self, blocks: int) -> int:
+    def max_held(self, blocks: int) -> int:
         """Return how many of `blocks` neighbouring blocks one shard holds at most."""
         return -(-blocks // self.shards)
 

@@ -113,11 +113,11 @@ def choose(plans: Sequence[LayerPlan], devices: int | Sequence[Any] | None = Non
     number = available if isinstance(available, int) else len(available)
     if number < 1:
         raise ValueError(f"a placement needs at least one device, got {number}")
-    most = math.gcd(plans[0].heads, number)
+    maximum = math.gcd(plans[0].heads, number)
     heads = next(
         h
-        for h in range(most, 0, -1)
-        if most % h == 0 and not any(unsplittable(plan, h) for plan in plans)
+        for h in range(maximum, 0, -1)
+        if maximum % h == 0 and not any(unsplittable(plan, h) for plan in plans)
     )
     mesh = mesh_of({"heads": heads, "tokens": number // heads}, available)
     return Placement(mesh, heads="heads", tokens="tokens")

@@ -56,25 +56,27 @@ def positive(name: str, value: Any) -> int:
     return number
 
 
-def integer(value: Any, least: int) -> int | None:
+def integer(value: Any, minimum: int) -> int | None:
     """Return one integer, of whatever type, as an int, and None for anything else or an integer
-    below `least`."""
+    below `minimum`."""
     try:
         number = operator.index(value)
     except TypeError:
         return None
-    return None if isinstance(value, bool) or number < least else number
+    return None if isinstance(value, bool) or number < minimum else number
 
 
-def check_between(name: str, values: Integers, least: int, most: int) -> None:
+def check_between(name: str, values: Integers, minimum: int, maximum: int) -> None:
     """Raise ValueError, in one line that calls them `name`, if values are no integers or outside of
     [least, most]. Traced values are not checked, nor those of which other processes hold a part."""
     if isinstance(values, Tracer) or not _is_here(values):
         return
     host = np.asarray(int32(name, values))
-    outside = (host < least) | (host > most)
+    outside = (host < minimum) | (host > maximum)
     if outside.any():
-        raise ValueError(f"{name} must be between {least} and {most}, got {host[outside].flat[0]}")
+        raise ValueError(
+            f"{name} must be between {minimum} and {maximum}, got {host[outside].flat[0]}"
+        )
 
 
 def _is_here(values: Integers) -> bool:

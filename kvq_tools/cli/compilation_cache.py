@@ -22,8 +22,8 @@ import jax
 from kvq_jax.files.user_cache import cache_folder
 from kvq_tools.cli.console import warn
 
-MOST_BYTES = 1 << 30  # on disk; the least recently used programs go first
-SHORTEST = 0.2  # seconds; programs that compile faster are not kept
+MAX_BYTES = 1 << 30  # on disk; the least recently used programs go first
+MIN_SECONDS = 0.2  # programs that compile faster are not kept
 
 
 def folder() -> Path:
@@ -51,8 +51,8 @@ def begin() -> None:
         )
         return
     _delete_cut_entries()
-    jax.config.update("jax_compilation_cache_max_size", MOST_BYTES)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", SHORTEST)
+    jax.config.update("jax_compilation_cache_max_size", MAX_BYTES)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", MIN_SECONDS)
     jax.config.update("jax_compilation_cache_dir", str(folder()))
     warnings.showwarning = functools.partial(_show_warning, warnings.showwarning)
 
@@ -98,8 +98,8 @@ def described() -> str:
         return "none: every run compiles anew"
     files = [file.stat().st_size for file in Path(chosen).glob("*-cache")]
     bound = _setting("jax_compilation_cache_max_size")
-    most = "" if bound < 0 else f" of at most {bound >> 20} MiB"
-    return f"{len(files)} compiled programs, {sum(files) / (1 << 20):.1f} MiB{most}, in {chosen}"
+    maximum = "" if bound < 0 else f" of at most {bound >> 20} MiB"
+    return f"{len(files)} compiled programs, {sum(files) / (1 << 20):.1f} MiB{maximum}, in {chosen}"
 
 
 def _setting(name: str) -> Any:

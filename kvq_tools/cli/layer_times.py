@@ -26,7 +26,7 @@ from kvq_tools.cli.tables import print_line, print_table
 
 DIMS = kvq.CacheDims(1, 32, 8, 128, 4096)  # a layer of Llama-3.1-8B
 STEPS = 9  # timed, after one that is not timed
-FEWEST = 3  # timed on a slow or busy machine, after SECONDS at a context
+MIN_STEPS = 3  # timed on a slow or busy machine, after SECONDS at a context
 SECONDS = 2
 
 
@@ -106,7 +106,9 @@ def _rounds(layers: Sequence[_Layer]) -> list[list[float]]:
     """Return the milliseconds of each layer, round after round."""
     rounds: list[list[float]] = []
     started = time.perf_counter()
-    while len(rounds) < FEWEST or (len(rounds) < STEPS and time.perf_counter() - started < SECONDS):
+    while len(rounds) < MIN_STEPS or (
+        len(rounds) < STEPS and time.perf_counter() - started < SECONDS
+    ):
         rounds.append([layer.timed() for layer in layers])
     return rounds
 

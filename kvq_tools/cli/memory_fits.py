@@ -14,8 +14,8 @@ from kvq_tools.cli.tables import print_line, print_table
 from kvq_tools.planning import measured
 from kvq_tools.planning.measured import EDGES, MeasuredCache, class_in_words
 
-MOST_ROWS = 12
-FEWEST_ROWS = 5  # the smallest caches, if none fits
+MAX_ROWS = 12
+MIN_ROWS = 5  # the smallest caches, if none fits
 DENSE = MeasuredCache("dense", kvq.parse("dense"), (0.0,))
 
 
@@ -97,7 +97,7 @@ def _print(result: dict[str, Any], tables: measured.Measurements) -> None:
     fitting = [cache for cache in caches if cache["fits"]]
     if fitting:
         title = f"{len(fitting)} of {len(caches)} measured caches fit {asked}"
-        shown = fitting[:MOST_ROWS]
+        shown = fitting[:MAX_ROWS]
     else:
         title = f"no measured cache fits {asked}; the smallest ones"
         shown = _smallest(caches)
@@ -133,4 +133,4 @@ def _print(result: dict[str, Any], tables: measured.Measurements) -> None:
 def _smallest(caches: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the smallest caches that are not of the last class, which is of no use."""
     useful = [cache for cache in caches if cache["kl_class"] != len(EDGES)]
-    return sorted(useful, key=lambda cache: cache["resident_bytes"])[:FEWEST_ROWS]
+    return sorted(useful, key=lambda cache: cache["resident_bytes"])[:MIN_ROWS]

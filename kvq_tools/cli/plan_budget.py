@@ -15,7 +15,7 @@ from kvq_tools.cli.options.plan import Bits, Budget, Bytes
 from kvq_tools.planning.defaults import Bases
 
 WEIGHT_BYTES = 2  # bfloat16
-FEWEST_BITS, MOST_BITS = 1, 8  # bits that a budget of bytes may buy
+MIN_BITS, MAX_BITS = 1, 8  # bits that a budget of bytes may buy
 
 
 def budget(options: argparse.Namespace, config: LlamaConfig) -> Budget:
@@ -71,7 +71,7 @@ def budgets(
             refusals: list[ValueError] = []
             for bases in choices:
                 try:
-                    fitting[bases] = most_bits(nbytes, config, batch, context, dtype, bases)
+                    fitting[bases] = max_bits(nbytes, config, batch, context, dtype, bases)
                 except ValueError as error:
                     refusals.append(error)
             if not fitting:
@@ -79,7 +79,7 @@ def budgets(
             return fitting
 
 
-def most_bits(
+def max_bits(
     nbytes: int, config: LlamaConfig, batch: int, context: int, dtype: str, bases: Bases
 ) -> float:
     """Return the most bits whose resident bytes fit, to 1/16. Raises ValueError, in one line, if
@@ -88,7 +88,7 @@ def most_bits(
     def size(sixteenths: int) -> int:
         return kvq.size.of(bases.spec(sixteenths / 16), config, batch, context, dtype).resident
 
-    choices = range(16 * FEWEST_BITS, 16 * MOST_BITS + 1)
+    choices = range(16 * MIN_BITS, 16 * MAX_BITS + 1)
     fitting = bisect.bisect_right(choices, nbytes, key=size)
     if not fitting:
         raise ValueError(

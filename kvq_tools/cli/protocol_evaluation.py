@@ -34,7 +34,7 @@ from kvq_tools.evaluation.protocol import (
 from kvq_tools.evaluation.results import finite
 from kvq_tools.report.verdict import sentence
 
-LEAST_WINDOWS = 4  # windows that a default context leaves: intervals are over windows
+MIN_WINDOWS = 4  # windows that a default context leaves: intervals are over windows
 REFUSED = "stride", "chunk", "prompt", "step", "limit", "mesh"
 
 
@@ -91,9 +91,9 @@ def run(options: argparse.Namespace) -> None:
 
 def sizes_for(config: LlamaConfig, text: ScoredText, context: int | None) -> Sizes:
     """Return the sizes for a text: the context asked for, or the longest up to the protocol's that
-    the model has positions for and that leaves LEAST_WINDOWS windows."""
+    the model has positions for and that leaves MIN_WINDOWS windows."""
     scored, tokens = min(Sizes.scored, config.positions // 8), text.ids.size
-    fitting = min(config.positions, tokens // LEAST_WINDOWS) - scored - 1
+    fitting = min(config.positions, tokens // MIN_WINDOWS) - scored - 1
     # a text with room for fewer windows is refused below, in its tokens
     chosen = min(Sizes.context, max(fitting, DECODED_FROM + 1)) if context is None else context
     if chosen + scored + 1 > config.positions:

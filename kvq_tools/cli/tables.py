@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 PIPED_WIDTH = 160  # columns if stdout is not a terminal
-LEAST_TEXT = 12  # least columns of a text that is broken into lines
+MIN_TEXT_WIDTH = 12  # least columns of a text that is broken into lines
 
 _PIECES = re.compile(r"[^\s,+]*[\s,+]?")  # a line can end after each piece
 
@@ -89,32 +89,32 @@ def _parts(
     ]
     if _total(natural) <= width:
         return [dict(enumerate(natural))]
-    least = [
+    minimum = [
         (
             max([cell_len(row[i]) for row in cells] + [_longest_word(columns[i])])
             if numeric[i]
-            else min(natural[i], max(LEAST_TEXT, _longest_word(columns[i])))
+            else min(natural[i], max(MIN_TEXT_WIDTH, _longest_word(columns[i])))
         )
         for i in range(len(columns))
     ]
     names = range(numeric.index(True) if any(numeric) else 1)
     parts: list[list[int]] = [[*names]]
     for i in range(len(names), len(columns)):
-        if len(parts[-1]) > len(names) and _total([least[n] for n in [*parts[-1], i]]) > width:
+        if len(parts[-1]) > len(names) and _total([minimum[n] for n in [*parts[-1], i]]) > width:
             parts.append([*names])
         parts[-1].append(i)
     return [
-        _shared(width, natural, {i: least[i] for i in part}, [i for i in part if not numeric[i]])
+        _shared(width, natural, {i: minimum[i] for i in part}, [i for i in part if not numeric[i]])
         for part in parts
     ]
 
 
 def _shared(
-    width: int, natural: Sequence[int], least: dict[int, int], texts: Sequence[int]
+    width: int, natural: Sequence[int], minimum: dict[int, int], texts: Sequence[int]
 ) -> dict[int, int]:
     """Return the widths of a table's columns: texts share the room that numbers leave, and each
     takes at most what it needs."""
-    widths = dict(least)
+    widths = dict(minimum)
     left = width - _total(list(widths.values()))
     while left > 0 and (short := [i for i in texts if widths[i] < natural[i]]):
         for i in short[:left]:

@@ -16,7 +16,7 @@ from kvq_models.llama.config import LlamaConfig
 from kvq_tools import json_lines
 from kvq_tools.cli import cache_sizes, console, inputs, text_input
 from kvq_tools.cli.model_loading import load_model, prepared
-from kvq_tools.cli.options.tasks import MOST_LENGTH, MOST_SAMPLES, SAMPLES
+from kvq_tools.cli.options.tasks import MAX_DEFAULT_LENGTH, MAX_SAMPLES, SAMPLES
 from kvq_tools.cli.tables import print_table
 from kvq_tools.cli.until_pressed import UntilPressed
 from kvq_tools.evaluation.defaults import CACHE_DTYPE
@@ -47,18 +47,18 @@ def generated(
     Default lengths that are too short for the question are skipped with a warning. UserError names
     the remedy if none is left, or if a length that was asked for is too short.
     """
-    most = min(config.positions, MOST_LENGTH)
+    maximum = min(config.positions, MAX_DEFAULT_LENGTH)
     if beyond := [n for n in options.lengths or () if n > config.positions]:
         raise console.UserError(
             f"--lengths {beyond[0]} is beyond the {config.positions} positions of the model"
         )
     count = options.limit or SAMPLES
-    if count > MOST_SAMPLES:
+    if count > MAX_SAMPLES:
         raise console.UserError(
-            f"--limit {count} is too many generated samples; give at most {MOST_SAMPLES}"
+            f"--limit {count} is too many generated samples; give at most {MAX_SAMPLES}"
         )
     samples, short, needed = [], [], 0
-    for length in options.lengths or (most // 4, most // 2, most):
+    for length in options.lengths or (maximum // 4, maximum // 2, maximum):
         try:
             samples += make(lengths=(length,), count=count, seed=options.seed)
         except NoRoomError as error:
@@ -69,8 +69,8 @@ def generated(
                 ) from error
     if not samples and needed <= config.positions:
         raise console.UserError(
-            f"prompt and answer take at least {needed} tokens, and the longest default is {most}:"
-            f" use --lengths {needed}"
+            f"prompt and answer take at least {needed} tokens, and the longest default is"
+            f" {maximum}: use --lengths {needed}"
         )
     if not samples:
         raise console.UserError(

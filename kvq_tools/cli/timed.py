@@ -105,9 +105,9 @@ class TimedGeneration:
         with self._reading:
             state = jax.block_until_ready(self._start())
         self.prefill_seconds = time.perf_counter() - started
-        most, until = self.max_new_tokens, 0
-        while until < most and not np.asarray(state.ended).all():
-            before, until = until, min(until + steps, most)
+        maximum, until = self.max_new_tokens, 0
+        while until < maximum and not np.asarray(state.ended).all():
+            before, until = until, min(until + steps, maximum)
             started = time.perf_counter()
             state = jax.block_until_ready(self._advance(state, jnp.int32(until)))
             took = time.perf_counter() - started
@@ -115,7 +115,7 @@ class TimedGeneration:
             if seconds:
                 steps = max(1, int((until - before) * seconds / took))
             self.steps = int(state.step)
-            yield generation.generated(state, most)
+            yield generation.generated(state, maximum)
 
     def _advance(self, state: GenerationState, until: Array) -> GenerationState:
         if self._history is None:

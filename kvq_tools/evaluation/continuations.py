@@ -16,7 +16,7 @@ from kvq_models.inference.decoding import decode_scan, prefill
 from kvq_models.llama.model import Llama
 from kvq_tools.evaluation.compare import token_nats
 from kvq_tools.evaluation.defaults import STEP
-from kvq_tools.evaluation.tasks.runner import SHORTEST
+from kvq_tools.evaluation.tasks.runner import MIN_CAPACITY
 
 
 class ContinuedRow(NamedTuple):
@@ -35,7 +35,7 @@ def score_continuations(
     cache = init_cache(spec, llama.config, len(rows), capacity, llama.embed[...].dtype)
     longest = max(row.prompt for row in rows)
     if longest:
-        width = min(-(-longest // SHORTEST) * SHORTEST, capacity)
+        width = min(-(-longest // MIN_CAPACITY) * MIN_CAPACITY, capacity)
         prompts = padded_to([row.tokens[: row.prompt] for row in rows], width)
         _, cache = prefill(llama, cache, prompts, np.array([row.prompt for row in rows]))
         width = max(row.new for row in rows)

@@ -16,5 +16,5 @@ STEP = 31
 # tokens of a chunk of `chunked`, and of a slice in the other modes if its logits are not too large
 CHUNK = 256
 PROMPT = 128  # tokens of the prompt from which a cache takes statistics
-MOST_WINDOW = 2048
+MAX_WINDOW = 2048
 BUCKETS = 8  # parts of a window

@@ -18,7 +18,7 @@ from scipy.special import stdtrit
 
 CONFIDENCE = 0.95
 ROUNDING = 1e-12  # relative
-LARGEST = math.log(sys.float_info.max)
+MAX_LOG = math.log(sys.float_info.max)
 
 
 class Interval(NamedTuple):
@@ -75,7 +75,7 @@ def kl_interval(windows: Sequence[float]) -> Interval:
     variance, n = float(logs.var(ddof=1)), len(windows)
     centre = float(logs.mean()) + variance / 2
     half = t_quantile(n) * math.sqrt(variance / n + variance**2 / (2 * (n - 1)))
-    if centre + half > LARGEST:
+    if centre + half > MAX_LOG:
         return NONE
     return Interval(math.exp(centre - half), math.exp(centre + half))
 

@@ -50,7 +50,7 @@ READINGS: tuple[Reading, ...] = get_args(Reading)
 
 SINK, RECENT, BLOCKS = 4, 32, (32, 64, 128, 256)
 DECODED_FROM = 64  # the exact prompt of `decoded`: methods with prompt statistics need one
-MOST_EXACT = 0.03  # share of exact tokens among those that a scored one reads
+MAX_EXACT = 0.03  # share of exact tokens among those that a scored one reads
 BATCH = 4
 AGAIN_STEP = 29  # step of the second measurement; its batches differ too, so rounding does
 WORDS = {"prompt": "after an exact prompt", "decoded": f"decoded from token {DECODED_FROM} on"}

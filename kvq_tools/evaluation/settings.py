@@ -13,7 +13,7 @@ from kvq_jax.cache.spec import CacheSpec
 from kvq_jax.types.array_types import Integers
 from kvq_jax.types.integers import integer
 from kvq_models.llama.config import LlamaConfig
-from kvq_tools.evaluation.defaults import BATCH, CHUNK, MODES, MOST_WINDOW, PROMPT, STEP, Mode
+from kvq_tools.evaluation.defaults import BATCH, CHUNK, MAX_WINDOW, MODES, PROMPT, STEP, Mode
 from kvq_tools.evaluation.windows import check_windows
 
 
@@ -82,7 +82,7 @@ def check_request(
         if name != "mode" and value is not None and integer(value, 0) is None:
             raise ValueError(f"{name}={value!r} must be an integer of at least 0")
     window, stride, prompt = choices.get("window"), choices.get("stride"), choices.get("prompt")
-    window = min(MOST_WINDOW, config.positions) if window is None else window
+    window = min(MAX_WINDOW, config.positions) if window is None else window
     stride = max(1, window // 2) if stride is None else stride
     mode, step = choices.get("mode", "decode"), choices.get("step", STEP)
     batch, chunk = choices.get("batch", BATCH), choices.get("chunk", CHUNK)

@@ -29,7 +29,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from jaxtyping import Float
 
-from kvq_jax.arrays.reverse_water_filling import MOST, allocate, expected_error
+from kvq_jax.arrays.reverse_water_filling import MAX_BITS, allocate, expected_error
 from kvq_jax.codecs.codec import Side
 from kvq_jax.methods.waterfill.widths import chunk_energies, template_chunks
 from kvq_models.calibration.file import Calibration
@@ -152,7 +152,7 @@ def shared_out(
             f"{budget} bits for a chunk of every layer and side are fewer than one for each of"
             f" {sides}"
         )
-    counts = range(1, MOST * costs.chunks + 1)
+    counts = range(1, MAX_BITS * costs.chunks + 1)
     table = np.array(
         [
             [[costs.cost(l, s, costs.best(l, s, n)) for n in counts] for s in SIDES]

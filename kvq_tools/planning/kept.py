@@ -26,7 +26,7 @@ from kvq_tools.planning.defaults import METHOD, Bases
 
 FORMAT = "kvq.cache-plan"
 USUAL = Bases()
-LARGEST = 1 << 20  # bytes of a plan; a spec of 4096 layers is far smaller
+MAX_BYTES = 1 << 20  # of a plan; a spec of 4096 layers is far smaller
 
 
 class StoredPlan(NamedTuple):
@@ -83,8 +83,8 @@ def read_plan(path: str | os.PathLike[str]) -> StoredPlan:
 
 
 def _json(path: Path) -> Any:
-    if path.stat().st_size > LARGEST:
-        raise ValueError(f"{str(path)!r} is no plan of kvq: it has more than {LARGEST} bytes")
+    if path.stat().st_size > MAX_BYTES:
+        raise ValueError(f"{str(path)!r} is no plan of kvq: it has more than {MAX_BYTES} bytes")
     try:
         return parse_json(path.read_text(encoding="utf-8"))
     except ValueError as error:

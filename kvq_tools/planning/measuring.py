@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvq_jax as kvq
-from kvq_jax.arrays.reverse_water_filling import MOST, layer_widths
+from kvq_jax.arrays.reverse_water_filling import MAX_BITS, layer_widths
 from kvq_jax.cache.spec import CacheSpec
 from kvq_jax.codecs.codec import Side
 from kvq_jax.methods.waterfill import Waterfill
@@ -53,7 +53,7 @@ from kvq_tools.planning.sensitivity import Sensitivity, one_side
 from kvq_tools.planning.unmeasured import spec_of, widths_within
 
 MEASURED_PROFILES = 2
-LEAST = 1e-12  # nats; no cost is 0, so that logarithms exist
+MIN_COST = 1e-12  # nats; no cost is 0, so that logarithms exist
 RIVALS = tuple(  # the other methods: those that need no calibration
     f"{name}:bits={bits}"
     for name, choices in {
@@ -205,9 +205,9 @@ class Planner:
         expected = costs_of(self.calibration, {})
         ratios = dict[tuple[int, Side], dict[int, float]]()
         for one in work:
-            kl = max(self.journal.rows[one.key][field], LEAST)
+            kl = max(self.journal.rows[one.key][field], MIN_COST)
             ratios.setdefault((one.layer, one.side), {})[sum(one.widths)] = kl / max(
-                expected.expected(*one), LEAST
+                expected.expected(*one), MIN_COST
             )
         return costs_of(self.calibration, ratios)
 
@@ -218,7 +218,10 @@ class Planner:
         config = self.llama.config
         counts = sorted(
             {
-                min(max(1, round((bits - 8 / config.head_dim) * costs.chunks)), MOST * costs.chunks)
+                min(
+                    max(1, round((bits - 8 / config.head_dim) * costs.chunks)),
+                    MAX_BITS * costs.chunks,
+                )
                 for bits in MEASURED
             }
         )
@@ -238,7 +241,7 @@ class Planner:
         kl = np.array([[self._kl(equal, text, kind) for kind in SCALING] for text in TEXTS])
         if not np.isfinite(kl).all():
             return Predictions(costs, (1.0, 1.0))
-        of_sides, of_more = np.maximum(kl, LEAST).T
+        of_sides, of_more = np.maximum(kl, MIN_COST).T
         text, other = map(float, of_more / of_sides)
         return Predictions(costs, (text, other))
 

@@ -61,11 +61,11 @@ class PlanRequest(NamedTuple):
         measurements."""
         plans = kvq.cache.layout(METHOD, config, 1, self.window).plans
         regions = [plan.regions for plan in plans]
-        least = max(one.sink + one.recent + one.block for one in regions)
-        if self.prompt < least:
+        minimum = max(one.sink + one.recent + one.block for one in regions)
+        if self.prompt < minimum:
             raise ValueError(
                 f"windows of {self.window} tokens leave nothing to quantize: give at least"
-                f" {least + SCORED}"
+                f" {minimum + SCORED}"
             )
         windows = f"{self._count} windows of {self.window}"
         fewer = "--windows and --window make them fewer or shorter"

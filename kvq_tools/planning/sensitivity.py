@@ -31,7 +31,7 @@ from kvq_tools.evaluation.defaults import STEP
 from kvq_tools.evaluation.forward import chunked_attention
 
 # most logits that exist at a time, besides those of the full-precision model
-MOST_LOGITS = 1 << 24
+MAX_LOGITS = 1 << 24
 
 
 class Sensitivity:
@@ -86,7 +86,7 @@ class Sensitivity:
         """Return each window's mean KL of predictions from the last layer's output for the tokens
         after the prompt but the last."""
         batch, length = hidden.shape[:2]
-        size = max(1, MOST_LOGITS // (batch * self.llama.config.vocab_size))
+        size = max(1, MAX_LOGITS // (batch * self.llama.config.vocab_size))
         following = self.tokens[:, self.prompt + 1 :]
         total = np.zeros(batch)
         for at in range(0, length, size):

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import cast
 
 import kvq_jax as kvq
-from kvq_jax.cache.accounting import most_blocks
+from kvq_jax.cache.accounting import max_blocks
 from kvq_jax.cache.spec import CacheSpec
 from kvq_jax.methods.base import per_layer
 from kvq_jax.methods.waterfill import Waterfill
@@ -29,7 +29,7 @@ def stored_tokens(
 ) -> tuple[int, ...]:
     """Return the body tokens that each layer of a cache keeps of a sequence of `context` tokens, as
     the smallest whole numbers with their ratios: 1 in every layer without windows."""
-    blocks = [most_blocks(plan) for plan in kvq.cache.layout(spec, config, 1, context).plans]
+    blocks = [max_blocks(plan) for plan in kvq.cache.layout(spec, config, 1, context).plans]
     common = math.gcd(*blocks)
     return tuple(number // common for number in blocks)
 
@@ -43,10 +43,10 @@ def widths_within(
     stored = stored_tokens(config, context, spec)
     of_layer = math.floor(2 * costs.chunks * (bits - 8 / config.head_dim) + 1e-6)
     if of_layer < 2:
-        least = 1 / costs.chunks + 8 / config.head_dim
+        minimum = 1 / costs.chunks + 8 / config.head_dim
         raise ValueError(
             f"{bits:g} bits cannot be stored with heads of {config.head_dim} channels:"
-            f" {least:g} is the least"
+            f" {minimum:g} is the least"
         )
     return shared_out(costs, of_layer * sum(stored), stored=stored)
 

@@ -107,8 +107,8 @@ def label(number: int, name: str, bits: float | None = None) -> str:
     may leave them to the default, and a shortened one may lose them. The number tells caches with
     shortened names apart. A $ does not begin a formula.
     """
-    most = NAME_LENGTH if bits is None else LEGEND_LENGTH
-    short = name if len(name) <= most else f"{name[: most - 1]}…"
+    maximum = NAME_LENGTH if bits is None else LEGEND_LENGTH
+    short = name if len(name) <= maximum else f"{name[: maximum - 1]}…"
     return f"{number} {literal(short)}" + ("" if bits is None else f", {bits:.1f} bits")
 
 
@@ -138,13 +138,13 @@ def legend_below(drawn: Figure, axes: Any) -> None:
         )
 
 
-def few(count: int, most: int = 6) -> list[int]:
-    """Return at most `most` ticks of 0 .. count - 1: 0 and multiples of a round number."""
+def few(count: int, maximum: int = 6) -> list[int]:
+    """Return at most `maximum` ticks of 0 .. count - 1: 0 and multiples of a round number."""
     step = next(
         step
         for power in itertools.count()
         for n in (1, 2, 5)
-        if (step := n * 10**power) * most >= count
+        if (step := n * 10**power) * maximum >= count
     )
     return list(range(0, count, step))
 

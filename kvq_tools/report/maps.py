@@ -32,7 +32,7 @@ from kvq_models.llama.rope import ropes_for
 from kvq_tools.evaluation.forward import chunked_attention
 from kvq_tools.report.schema import LayerErrors, LayerMagnitudes, PackedMatrix
 
-MOST_LAYERS = 8  # layers whose magnitudes are kept
+MAX_LAYERS = 8  # layers whose magnitudes are kept
 DIGITS = 4  # digits of an error
 
 
@@ -67,8 +67,8 @@ def magnitudes(
 
 
 def spread(layers: int) -> tuple[int, ...]:
-    """Return at most MOST_LAYERS layers, evenly spaced, the first and the last among them."""
-    return tuple(sorted({round(i) for i in np.linspace(0, layers - 1, min(layers, MOST_LAYERS))}))
+    """Return at most MAX_LAYERS layers, evenly spaced, the first and the last among them."""
+    return tuple(sorted({round(i) for i in np.linspace(0, layers - 1, min(layers, MAX_LAYERS))}))
 
 
 def errors(

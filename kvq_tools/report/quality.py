@@ -22,7 +22,7 @@ from kvq_tools.report.drawing import (
     size_unit,
 )
 from kvq_tools.report.schema import CacheReport
-from kvq_tools.report.verdict import LEAST_KL, Choice, WindowSizes, front, sentence
+from kvq_tools.report.verdict import MIN_KL, Choice, WindowSizes, front, sentence
 
 EXACT = "model without a cache"
 FLIP_COLUMNS = 160
@@ -72,7 +72,7 @@ def warning(report: CacheReport) -> str:
 def pareto_kl(report: CacheReport) -> PagePicture:
     """Draw mean KL(p || q) in nats against stored bits per element, both on log scales."""
     shown = [c for c in report.caches if c.kl is not None]
-    seen = [max(c.kl or 0, 0) for c in shown if (c.kl or 0) > LEAST_KL]
+    seen = [max(c.kl or 0, 0) for c in shown if (c.kl or 0) > MIN_KL]
     floor = 10 ** math.floor(math.log10(min(seen, default=1e-3)) - 0.3)
 
     def draw(theme: Theme) -> Any:
@@ -284,14 +284,14 @@ def _kl_by_position(report: CacheReport, scored: Sequence[int], span: str) -> Pa
             (
                 label(n, c.name, c.bits_per_element),
                 line_of(theme, n, c),
-                [v if v is not None and v > LEAST_KL else None for v in c.kl_by_position],
+                [v if v is not None and v > MIN_KL else None for v in c.kl_by_position],
             )
             for n, c in enumerate(report.caches, 1)
-            if (c.kl or 0) > LEAST_KL
+            if (c.kl or 0) > MIN_KL
         ]
         return _lines(report, scored, "mean KL(p || q), nats", rows)
 
-    hidden = [c.name for c in report.caches if (c.kl or 0) <= LEAST_KL]
+    hidden = [c.name for c in report.caches if (c.kl or 0) <= MIN_KL]
     return PagePicture(
         name="position_kl",
         title="KL by position",
@@ -317,7 +317,7 @@ def flips(report: CacheReport) -> PagePicture:
     width = max(1, math.ceil(report.text.tokens / FLIP_COLUMNS))
     edges = np.arange(0, report.text.tokens + width, width)
     counts = [np.histogram(c.flips, edges)[0] for c in report.caches]
-    most = max(max(int(row.max(initial=0)) for row in counts), 1)
+    maximum = max(max(int(row.max(initial=0)) for row in counts), 1)
 
     def draw(theme: Theme) -> Any:
         drawn = figure(WIDE, 0.8 + 0.3 * len(report.caches))
@@ -327,7 +327,7 @@ def flips(report: CacheReport) -> PagePicture:
             floor = len(counts) - n
             if row.any():
                 axes.stairs(
-                    floor + 0.85 * row / most,
+                    floor + 0.85 * row / maximum,
                     edges,
                     baseline=floor,
                     fill=True,
@@ -359,8 +359,8 @@ def flips(report: CacheReport) -> PagePicture:
         reading=(
             "A row for each cache, the text from left to right; a column's height is the number of"
             " tokens there whose likeliest successor is not that of the model without a cache, at"
-            f" most {most}. Columns that stand in every row are likely places where the model was"
-            " undecided."
+            f" most {maximum}. Columns that stand in every row are likely places where the model"
+            " was undecided."
         ),
         alt="Strips of the text in which the likeliest token changed. "
         + "; ".join(f"{c.name}: {len(c.flips)} of {report.text.scored}" for c in report.caches)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from kvq_tools.evaluation.intervals import Interval, paired_ratio, rounding_of_mean, widened
 
-LEAST_KL = 1e-6  # smaller ones are what rounding leaves of equal distributions
+MIN_KL = 1e-6  # smaller ones are what rounding leaves of equal distributions
 BF16_BITS = 16
 # tolerance for body shares: they depend a little on the block even if windows are equal
 SAME_SHARE = 0.02
@@ -46,7 +46,7 @@ class Choice(NamedTuple):
 
     @property
     def changes_predictions(self) -> bool:
-        return (self.kl or 0) > LEAST_KL
+        return (self.kl or 0) > MIN_KL
 
     def over(self, other: Choice) -> Interval:
         """Return the interval of this KL over another cache's; (nan, nan) if it has none."""

@@ -127,8 +127,8 @@ def _add_answers(routes: APIRouter, service: Service) -> None:
         asked = fields.read(
             kind,
             await _json(request, service),
-            most_choices=service.most_choices,
-            most_messages=service.capacity,
+            max_choices=service.max_choices,
+            max_messages=service.capacity,
         )
         if asked.model != service.name:
             raise errors.no_such_model(asked.model, service.name)

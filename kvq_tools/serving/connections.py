@@ -9,7 +9,7 @@ from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-MOST_CONNECTIONS, FEWEST_CONNECTIONS = 1000, 8
+MAX_CONNECTIONS, MIN_CONNECTIONS = 1000, 8
 OTHER_FILES = 100  # descriptors open besides connections
 BUSY = (
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 0\r\nretry-after: 1\r\n"
@@ -17,16 +17,16 @@ BUSY = (
 )
 
 
-def most_connections() -> int:
+def max_connections() -> int:
     """Return the number of connections for which the process may open files."""
     if sys.platform == "win32":
-        return MOST_CONNECTIONS
+        return MAX_CONNECTIONS
     import resource
 
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if files == resource.RLIM_INFINITY:
-        return MOST_CONNECTIONS
-    return max(FEWEST_CONNECTIONS, min(MOST_CONNECTIONS, files - OTHER_FILES))
+        return MAX_CONNECTIONS
+    return max(MIN_CONNECTIONS, min(MAX_CONNECTIONS, files - OTHER_FILES))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,7 @@ class ConnectionLimits:
     """most: connections at a time. header_seconds: until a request's headers are complete.
     unread_seconds: for which a client may leave what was sent unread."""
 
-    most: int = dataclasses.field(default_factory=most_connections)
+    maximum: int = dataclasses.field(default_factory=max_connections)
     header_seconds: float = 10
     unread_seconds: float = 20
 
@@ -50,7 +50,7 @@ class Connection(H11Protocol):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._accepted = self.loop.time()
-        if len(self.connections) > self.limits.most and not self._make_room():
+        if len(self.connections) > self.limits.maximum and not self._make_room():
             transport.write(BUSY)
             transport.close()
         self._expect_headers()

@@ -13,7 +13,7 @@ from kvq_models.inference.engine.requests import CapacityError, QueueFullError, 
 from kvq_tools.serving.worker import Stopping
 
 RETRY_AFTER = 1  # seconds
-MOST_SHOWN = 100  # characters of a client's text
+MAX_SHOWN_LENGTH = 100  # characters of a client's text
 
 
 class ApiError(Exception):
@@ -92,7 +92,7 @@ def no_tools(name: str) -> ApiError:
 
 def shortened(text: str) -> str:
     """Return a client's text for a message, which no client can make long."""
-    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
+    return text if len(text) <= MAX_SHOWN_LENGTH else f"{text[:MAX_SHOWN_LENGTH]}..."
 
 
 def invalid(name: str, message: str, code: str = "invalid_value") -> ApiError:

@@ -13,17 +13,17 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field
 
-from kvq_models.inference.engine.requests import MOST_BIASED
-from kvq_models.inference.row_sampling import MOST_ALTERNATIVES
+from kvq_models.inference.engine.requests import MAX_BIASED
+from kvq_models.inference.row_sampling import MAX_ALTERNATIVES
 from kvq_models.inference.sampling import Sampling
 from kvq_tools.serving import errors
 
-MOST_CHOICES = 16
-MOST_COMPLETION_ALTERNATIVES = 5
-MOST_STOPS = 4
-LONGEST_STOP = 1000  # characters
+MAX_CHOICES = 16
+MAX_COMPLETION_ALTERNATIVES = 5
+MAX_STOPS = 4
+MAX_STOP_LENGTH = 1000  # in characters
 FAIL_FAST = Field(fail_fast=True)  # a list of a million faults is one error
-MOST_NAME = 200  # characters
+MAX_NAME_LENGTH = 200  # characters
 COMPLETION_TOKENS = 16  # OpenAI's default of `max_tokens` for completions
 
 # refused fields, and the values beside null that ask for nothing
@@ -86,7 +86,7 @@ class Common(_Fields):
 
     model: Annotated[str, Field(min_length=1)]
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: str | Annotated[list[str], FAIL_FAST] | None = None
     stream: bool | None = None
@@ -104,7 +104,7 @@ class Common(_Fields):
                 Annotated[str, Field(pattern="^[0-9]{1,9}$")],
                 Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)],
             ],
-            Field(max_length=MOST_BIASED),
+            Field(max_length=MAX_BIASED),
         ]
         | None
     ) = None
@@ -145,7 +145,7 @@ class CompletionFields(Common):
         | Annotated[list[Annotated[list[int], FAIL_FAST]], FAIL_FAST]
     )
     echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=MOST_COMPLETION_ALTERNATIVES)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_COMPLETION_ALTERNATIVES)] | None = None
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -169,7 +169,7 @@ class Message(_Fields):
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[TextPart], FAIL_FAST] | None
-    name: Annotated[str, Field(max_length=MOST_NAME)] | None = None
+    name: Annotated[str, Field(max_length=MAX_NAME_LENGTH)] | None = None
 
     @property
     def plain(self) -> dict[str, str]:
@@ -191,7 +191,7 @@ class ChatFields(Common):
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None  # 0 would answer nothing
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_ALTERNATIVES)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property
@@ -205,14 +205,14 @@ def read(
     kind: type[CompletionFields] | type[ChatFields],
     body: Any,
     *,
-    most_choices: int,
-    most_messages: int,
+    max_choices: int,
+    max_messages: int,
 ) -> Any:
     """Return the checked fields of a request. Raise ApiError in OpenAI's words, naming the field.
     Prompts, choices and messages are counted before anything is made of them."""
     if not isinstance(body, dict):
         raise errors.ApiError(400, "The request body must be a JSON object.")
-    _check_counts(body, most_choices, most_messages)
+    _check_counts(body, max_choices, max_messages)
     asked = _served(body, kind, NEUTRAL)
     if isinstance(messages := asked.get("messages"), list):
         asked["messages"] = [
@@ -227,10 +227,10 @@ def read(
         fields = kind.model_validate(asked)
     except pydantic.ValidationError as failure:
         raise _first(failure) from None
-    if len(fields.stops) > MOST_STOPS or not all(
-        1 <= len(stop) <= LONGEST_STOP for stop in fields.stops
+    if len(fields.stops) > MAX_STOPS or not all(
+        1 <= len(stop) <= MAX_STOP_LENGTH for stop in fields.stops
     ):
-        message = f"give up to {MOST_STOPS} texts of 1 to {LONGEST_STOP} characters"
+        message = f"give up to {MAX_STOPS} texts of 1 to {MAX_STOP_LENGTH} characters"
         raise errors.invalid("stop", message)
     if fields.stream_options is not None and not fields.stream:
         raise errors.invalid("stream_options", "it is only allowed if 'stream' is true")
@@ -243,23 +243,23 @@ def read(
     return fields
 
 
-def _check_counts(body: dict[str, Any], most_choices: int, most_messages: int) -> None:
+def _check_counts(body: dict[str, Any], max_choices: int, max_messages: int) -> None:
     prompt, n = body.get("prompt"), body.get("n")
     numbers = isinstance(prompt, list) and prompt and isinstance(prompt[0], int)
     prompts = len(prompt) if isinstance(prompt, list) and not numbers else 1
     # a larger n is refused below, and its product may have more digits than Python writes
-    choices = prompts * (n if isinstance(n, int) and n <= MOST_CHOICES else 1)
-    if choices > most_choices:
+    choices = prompts * (n if isinstance(n, int) and n <= MAX_CHOICES else 1)
+    if choices > max_choices:
         raise errors.ApiError(
             400,
-            f"{choices} choices are asked for in one request, and this server takes {most_choices}"
+            f"{choices} choices are asked for in one request, and this server takes {max_choices}"
             " at a time.",
             param="n",
         )
-    for name, most in (("messages", most_messages), ("logit_bias", MOST_BIASED)):
+    for name, maximum in (("messages", max_messages), ("logit_bias", MAX_BIASED)):
         value = body.get(name)
-        if isinstance(value, list | dict) and len(value) > most:
-            raise errors.invalid(name, f"there are {len(value)}, and this server takes {most}")
+        if isinstance(value, list | dict) and len(value) > maximum:
+            raise errors.invalid(name, f"there are {len(value)}, and this server takes {maximum}")
 
 
 def _served(

@@ -14,7 +14,7 @@ from kvq_tools.serving import errors
 from kvq_tools.template_process import SECONDS, TemplateProcess
 
 SHORT = 1 << 15  # characters, which take some 30 ms
-MOST_WAITING, WAIT_SECONDS = 64, 30  # prompts that wait for a thread, and how long
+MAX_WAITING, WAIT_SECONDS = 64, 30  # prompts that wait for a thread, and how long
 RESERVED = {  # arguments of transformers' renderer; the others are names for the template
     "add_generation_prompt",
     "chat_template",
@@ -42,7 +42,7 @@ class _Lane:
 
     async def run(self, name: str, work: Callable[[], T]) -> T:
         """Return what `work` returns. Raises ApiError, which names the field."""
-        if self._waiting >= MOST_WAITING:
+        if self._waiting >= MAX_WAITING:
             raise errors.busy("many prompts wait to be turned into tokens")
         self._waiting += 1
         try:

@@ -75,7 +75,7 @@ class Service:
         return self.worker.engine.capacity
 
     @property
-    def most_choices(self) -> int:
+    def max_choices(self) -> int:
         """The number of choices that slots and queue hold."""
         return self.worker.engine.slots + self.worker.engine.queue_limit
 

@@ -20,7 +20,7 @@ from kvq_models.inference.engine.requests import (
 )
 from kvq_tools.serving.answer import Answer, Finish
 
-MOST_FAILURES = 3  # failures of the engine in a row after which no requests are taken
+MAX_FAILURES = 3  # failures of the engine in a row after which no requests are taken
 
 _log = logging.getLogger("kvq.serving")
 
@@ -149,8 +149,8 @@ class Worker:
             self.engine.reset()
         except Exception:
             _log.exception("the engine cannot start again")
-            failures = MOST_FAILURES
-        self._fail(reason, for_good=failures >= MOST_FAILURES)
+            failures = MAX_FAILURES
+        self._fail(reason, for_good=failures >= MAX_FAILURES)
 
     def _fail(self, reason: str, *, for_good: bool) -> None:
         with self._changed:

@@ -34,7 +34,7 @@ NEEDLE_PROMPT = (
     "\nWhat is the special magic number for {word}? The special magic number for {word} is: "
 )
 ANSWER_WEIGHT = 5.0
-SHORTEST_DOCUMENT = 96
+MIN_DOCUMENT_LENGTH = 96
 KIND_SHARES = (0.35, 0.25, 0.25, 0.15)  # passkey, needles, records, repeat
 REPEAT_WEIGHT = 2.0
 LETTERS = np.array(list("abcdefghijklmnopqrstuvwxyz"))
@@ -66,8 +66,8 @@ class SyntheticRows:
         """Return (tokens [length + 1], weights [length] fp32): whole documents, then real text up
         to the length."""
         row = Draft()
-        while (room := length - len(row) - 1) >= SHORTEST_DOCUMENT:
-            budget = int(np.exp(rng.uniform(np.log(SHORTEST_DOCUMENT), np.log(room + 1))))
+        while (room := length - len(row) - 1) >= MIN_DOCUMENT_LENGTH:
+            budget = int(np.exp(rng.uniform(np.log(MIN_DOCUMENT_LENGTH), np.log(room + 1))))
             document = self.document(min(budget, room), rng)
             if len(row):
                 row.add([END_ID], 0.0)
@@ -91,7 +91,7 @@ class SyntheticRows:
         fact, prompt = self._encode(PASSKEY_FACT.format(key=key)), self._encode(PASSKEY_PROMPT)
         opening = (
             self._encode(PASSKEY_OPENING)
-            if rng.random() < 0.4 and budget > 2 * SHORTEST_DOCUMENT
+            if rng.random() < 0.4 and budget > 2 * MIN_DOCUMENT_LENGTH
             else []
         )
         answer = self._encode(key)

@@ -145,15 +145,15 @@ def _sample(
     asked = TOOLS[index % len(TOOLS)]
     schemas = "\n".join(f"{tool.name}: {json.dumps(dict(tool.fields))}" for tool in TOOLS)
     request, answer = _turn(asked, rng)
-    most = max(length // 16, 1)  # a turn takes more tokens than that
-    tools = itertools.islice(itertools.cycle(TOOLS), most)
+    maximum = max(length // 16, 1)  # a turn takes more tokens than that
+    tools = itertools.islice(itertools.cycle(TOOLS), maximum)
     turns = [TURN.format(request=r) + a for r, a in (_turn(tool, rng) for tool in tools)]
 
     def build(count: int) -> list[int]:
         history = "".join(turns[: count + len(TOOLS)])
         return prompts.ids(f"{OPENING}\n{schemas}{history}", TURN.format(request=request).rstrip())
 
-    ids = fitted(build, max(most - len(TOOLS), 0), length - max_new_tokens)
+    ids = fitted(build, max(maximum - len(TOOLS), 0), length - max_new_tokens)
     labels = {"length": length, "tool": asked.name}
     return TaskSample(tuple(ids), (answer,), max_new_tokens, labels)
 

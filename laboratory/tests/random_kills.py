@@ -23,7 +23,7 @@ from kvq_jax.files.whole import UNFINISHED
 from tests.crashes import listing
 from tests.writers import WRITERS, Writer, files
 
-MOST_SECONDS = 60  # that a child may take to begin
+MAX_SECONDS = 60  # that a child may take to begin
 CARELESS = "careless"
 
 
@@ -59,7 +59,7 @@ def forked(run: Callable[[int], object]) -> tuple[int, int]:
 
 def told(pipe: int) -> bytes:
     """Return what a child says next; b"" where it has ended or says nothing."""
-    ready, _, _ = select.select([pipe], [], [], MOST_SECONDS)
+    ready, _, _ = select.select([pipe], [], [], MAX_SECONDS)
     return os.read(pipe, 1 << 16) if ready else b""
 
 

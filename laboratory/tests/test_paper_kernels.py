@@ -29,7 +29,7 @@ from pallas_kernels.launch import Launch
 from tests.exhaustive import some
 from tests.pallas_kernels.lowering import lower_for_cuda
 
-TIMING = Timing(samples=2, seconds=0, most_copies=1, copy_bytes=1 << 20)
+TIMING = Timing(samples=2, seconds=0, max_copies=1, copy_bytes=1 << 20)
 INTERPRETED = (Launch(interpret=True),)
 MODEL = "Llama-3.2-1B"
 CASES = (

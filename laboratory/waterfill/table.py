@@ -58,7 +58,7 @@ class Entry:
     within: str = ""
     rule: Rule = Rule()
     power: float = 1.0
-    least: int = 0
+    minimum: int = 0
     profiles: int = 4
     joint: bool = False
     overhead: float = 0.0
@@ -87,7 +87,7 @@ class Entry:
             bases,
             budget,
             power=self.power,
-            least=self.least,
+            minimum=self.minimum,
             profiles=self.profiles,
             joint=self.joint,
         )
@@ -144,7 +144,7 @@ ENTRIES = (
         overhead=BLOCK_BITS,
     ),
     dataclasses.replace(BOTH, name="  and widths of the energies' root", power=0.5),
-    dataclasses.replace(BOTH, name="  and at least one bit", least=1),
+    dataclasses.replace(BOTH, name="  and at least one bit", minimum=1),
     SHARED,
     dataclasses.replace(SHARED, name="  and means of the prompt", scales=OWN, deviations=False),
     dataclasses.replace(SHARED, name="  and means and deviations of the prompt", scales=OWN),

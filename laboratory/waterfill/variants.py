@@ -114,7 +114,7 @@ def widths_of(
     *,
     power: float = 1.0,
     profiles: int = 4,
-    least: int = 0,
+    minimum: int = 0,
     joint: bool = False,
 ) -> dict[Side, Int[np.ndarray, "L H"]]:
     """Return the widths of all layers' channels. chunk_bits: the sum of a side's digits.
@@ -128,7 +128,7 @@ def widths_of(
         for side, basis in bases.items()
     }
     layers = [[energies[side][layer] for side in SIDES] for layer in range(len(energies["k"]))]
-    budgets = [chunk_bits[side] - least * CHUNKS for side in SIDES]
+    budgets = [chunk_bits[side] - minimum * CHUNKS for side in SIDES]
     if joint:
         layers, budgets = [[np.concatenate(sides)] for sides in layers], [sum(budgets)]
     chosen = layer_widths(layers, budgets, profiles)
@@ -136,7 +136,7 @@ def widths_of(
         chosen = [[one[:CHUNKS], one[CHUNKS:]] for (one,) in chosen]
     channels = bases["k"].mean.shape[-1] // CHUNKS
     return {
-        side: np.repeat(np.array([one[i] for one in chosen]) + least, channels, axis=1)
+        side: np.repeat(np.array([one[i] for one in chosen]) + minimum, channels, axis=1)
         for i, side in enumerate(SIDES)
     }
 

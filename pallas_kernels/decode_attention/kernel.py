@@ -239,9 +239,9 @@ def _check_window(k: Reader, v: Reader) -> None:
 def _check(capacity: int, tile: int, k: Reader, v: Reader) -> None:
     if capacity % SPAN and (k.packed or v.packed):
         raise ValueError(f"{capacity=}: packed rows come in whole spans of {SPAN} tokens")
-    least = max(k.least_tile, v.least_tile)
-    if not least <= tile <= capacity or tile & (tile - 1):
-        raise ValueError(f"{tile=} is not a power of two from {least} to {capacity=}")
+    minimum = max(k.min_tile, v.min_tile)
+    if not minimum <= tile <= capacity or tile & (tile - 1):
+        raise ValueError(f"{tile=} is not a power of two from {minimum} to {capacity=}")
     longest = min(
         (reader.longest_tile for reader in (k, v) if reader.longest_tile is not None), default=tile
     )

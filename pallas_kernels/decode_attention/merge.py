@@ -32,7 +32,7 @@ _TILE_ELEMENTS = 4096  # of the sums in a program: 32 registers per thread
 # The fewest and the most pieces that a loop step merges: one long row among many has more pieces
 # than usual.
 _AT_ONCE = (16, 128)
-_LEAST_CHANNELS = 8
+_MIN_CHANNELS = 8
 
 Parts = Splits | Pieces
 
@@ -89,10 +89,10 @@ def _step(part: Parts) -> int:
     """Return how many pieces of a part a loop step merges, a power of two."""
     if isinstance(part, Splits):
         return min(_AT_ONCE[1], 1 << (part.m.shape[2].bit_length() - 1))
-    least, most = _AT_ONCE
+    minimum, maximum = _AT_ONCE
     return min(
-        max(least, pl.next_power_of_2(part.schedule.usual_pieces)),
-        most,
+        max(minimum, pl.next_power_of_2(part.schedule.usual_pieces)),
+        maximum,
         1 << (part.schedule.pieces.bit_length() - 1),
     )
 
@@ -110,7 +110,7 @@ def _call(
     """
     batch, kv_heads, heads, channels = _sizes(parts[0])
     steps = [_step(part) for part in parts]
-    width = min(channels, max(_LEAST_CHANNELS, _TILE_ELEMENTS // (max(steps) * heads)))
+    width = min(channels, max(_MIN_CHANNELS, _TILE_ELEMENTS // (max(steps) * heads)))
     arrays, specs = [], []
     for part in parts:
         fixed_axes = 2

@@ -42,7 +42,7 @@ from pallas_kernels.readers.shared import as_float, dot, real_columns
 from pallas_kernels.tiles.arithmetic import exp2
 from pallas_kernels.triton_call import plt, triton_call, whole_array_but
 
-ROWS, LEAST_COLUMNS = 16, 8  # of a tensor core's product
+ROWS, MIN_COLUMNS = 16, 8  # of a tensor core's product
 
 OfHead: TypeAlias = tuple[Float[Array, "ROWS columns"], Float[Array, ""]]  # o and m of a query head
 
@@ -120,7 +120,7 @@ def _kernel(
             ends_ref, index_ref, residual_ref, scores, run, first_ref[0] + run.head, pool, width
         )
         nothing = (
-            jnp.zeros((ROWS, max(width, LEAST_COLUMNS)), jnp.float32),
+            jnp.zeros((ROWS, max(width, MIN_COLUMNS)), jnp.float32),
             jnp.full((), NEG_INF, jnp.float32),
         )
         of_heads = lax.fori_loop(

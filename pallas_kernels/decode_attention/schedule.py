@@ -4,7 +4,7 @@ the device.
     unit u = row * heads + head    has    tiles_u = ceil(limits[row] / tile)  tiles
     the tiles of all units, in order, are numbered 0 .. T - 1
     program p                      reads  tiles  p * per .. min((p + 1) * per, T) - 1,
-                                          per = max(LEAST, ceil(T / programs))
+                                          per = max(MIN_TILES, ceil(T / programs))
 
 So no program reads more than its share, however much the lengths differ. The time of a batch
 follows from its live tokens, not from its capacity or its longest row. A program that reads tiles
@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-LEAST = 2  # tiles per program: nothing is computed until its first one has arrived
+MIN_TILES = 2  # tiles per program: nothing is computed until its first one has arrived
 
 
 class TileRun(NamedTuple):
@@ -102,7 +102,7 @@ class Schedule:
         """Return how many of `total` tiles a program reads at most."""
         from jax.experimental import pallas as pl
 
-        return jnp.maximum(pl.cdiv(total, self.programs), LEAST)
+        return jnp.maximum(pl.cdiv(total, self.programs), MIN_TILES)
 
     def tiles(
         self, limits_ref: Any

@@ -9,7 +9,7 @@ import dataclasses
 import jax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.decode_attention.schedule import LEAST
+from pallas_kernels.decode_attention.schedule import MIN_TILES
 from pallas_kernels.readers.base import Reader
 
 
@@ -41,9 +41,9 @@ class Tuning:
         """Return the number of programs that share the live tiles of `units` rows times KV heads.
 
         That is as many as run at a time, so that none waits for another, or fewer if there are less
-        than LEAST tiles for each.
+        than MIN_TILES tiles for each.
         """
-        return max(1, min(self.running, pl.cdiv(units * pl.cdiv(capacity, self.tile), LEAST)))
+        return max(1, min(self.running, pl.cdiv(units * pl.cdiv(capacity, self.tile), MIN_TILES)))
 
     def splits(self, programs: int, capacity: int) -> int:
         """Return the fastest number of splits of the token axis, of at least two tiles each, for
@@ -55,9 +55,9 @@ class Tuning:
         """
         running = self.running
         tiles = capacity // self.tile
-        most = max(1, min(tiles // 2, 4 * pl.cdiv(running, programs)))
+        maximum = max(1, min(tiles // 2, 4 * pl.cdiv(running, programs)))
         return min(
-            range(1, most + 1),
+            range(1, maximum + 1),
             key=lambda splits: pl.cdiv(programs * splits, running) * (pl.cdiv(tiles, splits) + 1),
         )
 
@@ -108,7 +108,7 @@ def tuning_for(k: Reader, v: Reader, columns: int, capacity: int, asm: bool) -> 
         tile //= 2
     while tile > capacity:
         tile //= 2
-    tile = max(tile, k.least_tile, v.least_tile)
+    tile = max(tile, k.min_tile, v.min_tile)
     resident = min(WARPS // warps, device_shared_bytes() // shared_bytes(k, v, tile, stages))
     return Tuning(tile, warps, stages, resident=max(1, resident))
 

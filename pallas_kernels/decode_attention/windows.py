@@ -36,7 +36,7 @@ from pallas_kernels.tiles.arithmetic import exp2
 DTYPES = ("bfloat16", "float16")
 _TILE_ELEMENTS = 8192  # of the keys of one tile
 # Of a tile: tensor cores take no fewer, so a smaller window is read with its last slot repeated.
-_LEAST_ROWS = 16
+_MIN_ROWS = 16
 
 # inverse frequencies w and attention factor a, fp32
 Rotation = tuple[Float[Array, " half"], Float[Array, ""]]
@@ -176,7 +176,7 @@ def attend(
     )
     for (keys, values), token_of in [*([(sink, of_sink)] if sink else []), (ring, of_ring)]:
         count = keys.slots
-        tile = min(max(_LEAST_ROWS, 1 << (count.bit_length() - 1)), _TILE_ELEMENTS // channels)
+        tile = min(max(_MIN_ROWS, 1 << (count.bit_length() - 1)), _TILE_ELEMENTS // channels)
 
         def step(
             i: Array,

@@ -141,8 +141,8 @@ class Merged:
         return of_all, jnp.sum(total * share, axis=0), sums
 
     def divided(self, total: jax.Array, sums: jax.Array) -> jax.Array:
-        least = jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
-        repeated = lax.broadcast_in_dim(least, sums.shape, (1,))
+        minimum = jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
+        repeated = lax.broadcast_in_dim(minimum, sums.shape, (1,))
         return sums / plgpu.layout_cast(repeated, self.layout.reduce(0))
 
 

@@ -31,7 +31,7 @@ from pallas_kernels.readers.rotary import RotatedReader
 from pallas_kernels.readers.turn import turn
 from pallas_kernels.tiles.layout import SPAN
 
-_LARGEST = 65504.0  # fp16
+_MAX_FP16 = 65504.0  # fp16
 
 
 def outlier_scores(
@@ -142,6 +142,6 @@ class _Queries:
 
 def _halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return two fp16 numbers whose sum is x, or the largest one."""
-    x = jnp.maximum(jnp.minimum(x, _LARGEST), -_LARGEST)
+    x = jnp.maximum(jnp.minimum(x, _MAX_FP16), -_MAX_FP16)
     high = x.astype(jnp.float16)
     return high, (x - high.astype(jnp.float32)).astype(jnp.float16)

@@ -29,7 +29,7 @@ from pallas_kernels.mosaic.outliers import iota
 from pallas_kernels.mosaic.quantize_table import COLUMNS, Pool, on_columns
 from pallas_kernels.mosaic.registers import LANES, ROWS, SIDE, WARPS, element, ref_dtype
 from pallas_kernels.mosaic.shuffles import moved_rows, scalar
-from pallas_kernels.quantize.outlier_slots import MOST_DROPPED, Slots, least_kept
+from pallas_kernels.quantize.outlier_slots import MAX_DROPPED, Slots, smallest_kept
 from pallas_kernels.quantize.table import Ranges
 
 SHAPE = WARPS, SIDE, COLUMNS
@@ -52,16 +52,16 @@ def collect(pool: Pool, ranges: Ranges | None, head: Any, number: Any, refs: Seq
     index_ref, residual_ref, ends_ref, *dropped_ref = refs
     sides = index_ref.at[number], residual_ref.at[number]
     before, total = work.counted(head, lambda bits: bits > -1)
-    least, equal_before, kept_equal = jnp.int32(-1), jnp.int32(0), jnp.int32(0)
+    minimum, equal_before, kept_equal = jnp.int32(-1), jnp.int32(0), jnp.int32(0)
     if slots.overflows:
-        least = least_kept(
-            slots.count, total, lambda least: work.counted(head, lambda bits: bits > least)[1]
+        minimum = smallest_kept(
+            slots.count, total, lambda minimum: work.counted(head, lambda bits: bits > minimum)[1]
         )
-        before, larger = work.counted(head, lambda bits: bits > least)
-        equal_before, _ = work.counted(head, lambda bits: bits == least)
+        before, larger = work.counted(head, lambda bits: bits > minimum)
+        equal_before, _ = work.counted(head, lambda bits: bits == minimum)
         kept_equal = slots.count - larger
         before = before + jnp.minimum(equal_before, kept_equal)
-        [ref], dropped = dropped_ref, jnp.clip(total - slots.count, 0, MOST_DROPPED)
+        [ref], dropped = dropped_ref, jnp.clip(total - slots.count, 0, MAX_DROPPED)
 
         @pl.when(head == 0)
         def _() -> None:
@@ -72,9 +72,9 @@ def collect(pool: Pool, ranges: Ranges | None, head: Any, number: Any, refs: Seq
         row so far."""
         mask, residual = work.residuals(head, chunk * COLUMNS)
         bits = _bits(residual)
-        keeps = mask & (bits > least)
+        keeps = mask & (bits > minimum)
         if slots.overflows:
-            equal = mask & (bits == least)
+            equal = mask & (bits == minimum)
             keeps |= equal & (equals + work.rank(equal) < kept_equal)
             equals = equals + _of_rows(equal)
         return keeps, residual, equals
@@ -94,7 +94,7 @@ def collect(pool: Pool, ranges: Ranges | None, head: Any, number: Any, refs: Seq
 
         def equal(chunk: Any, rows: jax.Array) -> Any:
             mask, residual = work.residuals(head, chunk * COLUMNS)
-            return mask & (_bits(residual) == least), rows
+            return mask & (_bits(residual) == minimum), rows
 
         equals = equal_before + work.rows_before(row_totals(equal, equals))[0]
 

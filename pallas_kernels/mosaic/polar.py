@@ -95,8 +95,8 @@ class PolarKeys(GroupedSide):
     def buffers(
         self, arrays: Sequence[jax.Array], slots: int, tokens: int, ops: Matrices
     ) -> list[Any]:
-        *words, step, least = super().buffers(arrays, slots, tokens, ops)
-        return [*words, step, least, step, least]  # of radii, and of angles
+        *words, step, minimum = super().buffers(arrays, slots, tokens, ops)
+        return [*words, step, minimum, step, minimum]  # of radii, and of angles
 
     def scores(
         self, query: Any, buffers: Sequence[Any], stripe: Stripe, ops: Matrices
@@ -106,8 +106,8 @@ class PolarKeys(GroupedSide):
         polar, pairs = Polar(ops.interpret, self.polar.angle_bits), self.layout.chunks
         columns = query[0].shape[1]
         words = self._words(buffers, stripe, ops)
-        *radii, turn, least = self._scales(buffers, stripe, lambda ref: ref)
-        cos, sin = polar.middles(turn, least, columns)
+        *radii, turn, minimum = self._scales(buffers, stripe, lambda ref: ref)
+        cos, sin = polar.middles(turn, minimum, columns)
         scales = [ops.load_rows(ref, SIDE) for ref in (*radii, turn)]
         total = splat((WARPS, ROWS, columns), 0.0)
         for c in range(pairs):
@@ -196,7 +196,7 @@ class Polar:
         """Return what times the step is added to a biased code times the step."""
         return -float(BIAS + (1 << (self.angle_bits - 1)))
 
-    def middles(self, step: Any, least: Any, columns: int) -> list[jax.Array]:
+    def middles(self, step: Any, minimum: Any, columns: int) -> list[jax.Array]:
         """Return cos(m) and sin(m) in fp16, [WARPS, columns, pairs] with equal rows.
 
             m = least + step / 2 - (bias step + start step),    start step rounded to fp16
@@ -208,9 +208,9 @@ class Polar:
         entries, pairs = step.shape
         shape = WARPS, columns, pairs
         if self.interpret:
-            of_group = (lax.bitcast_convert_type(ref[...], jnp.float16) for ref in (step, least))
-            step, least = (x.astype(jnp.float32) for x in of_group)
-            middle = step * (0.5 - BIAS) + least - _rounded(step * self._start)
+            of_group = (lax.bitcast_convert_type(ref[...], jnp.float16) for ref in (step, minimum))
+            step, minimum = (x.astype(jnp.float32) for x in of_group)
+            middle = step * (0.5 - BIAS) + minimum - _rounded(step * self._start)
             middle = jnp.repeat(middle, WARPS // entries, axis=0)[:, None]
             return [
                 jnp.broadcast_to(f(middle).astype(jnp.float16), shape) for f in (jnp.cos, jnp.sin)
@@ -232,7 +232,7 @@ class Polar:
             grids = [np.tile(cast(row, f16), (columns // SIDE, 1)) for row in registers]
             return [fragment(of_both, shape, f16) for of_both in grids]
 
-        return list(middles(step, least))
+        return list(middles(step, minimum))
 
     def keys(
         self,
@@ -271,9 +271,9 @@ class Polar:
 
         return list(keys(*words, *scales))
 
-    def of_lane(self, step: Any, least: Any) -> list[Any]:
+    def of_lane(self, step: Any, minimum: Any) -> list[Any]:
         """Return cos(m) and sin(m) of two pairs in registers of two fp16 numbers."""
-        return _asm(_MIDDLES.replace("START", _halves(self._start)), [step, least], 2)
+        return _asm(_MIDDLES.replace("START", _halves(self._start)), [step, minimum], 2)
 
     def registers(
         self,
@@ -283,8 +283,8 @@ class Polar:
     ) -> list[np.ndarray]:
         """Return the result of `keys` in 32-bit registers [SPAN / SIDE, width / SIDE]."""
         columns, form = [], _OF_SCALES.replace("START", _halves(self._start))
-        for step, least, turn in zip(*(scale[0] for scale in scales), strict=True):
-            columns.append([step, turn, *_asm(form, [step, least, turn], 2)])
+        for step, minimum, turn in zip(*(scale[0] for scale in scales), strict=True):
+            columns.append([step, turn, *_asm(form, [step, minimum, turn], 2)])
         rows, width = len(words[0]), SIDE * len(columns)
         sides = [np.empty((len(fields) * rows, len(columns)), dtype=object) for _ in range(2)]
         for slot, row, column in np.ndindex(len(fields), rows, len(columns)):
@@ -299,10 +299,10 @@ class Polar:
         self, words: Sequence[jax.Array], angle: Number, radius: Number, scales: Sequence[jax.Array]
     ) -> list[jax.Array]:
         width = scales[0].shape[2]
-        step, least, turn = (scale[:, :1].astype(jnp.float32) for scale in scales)
+        step, minimum, turn = (scale[:, :1].astype(jnp.float32) for scale in scales)
         # A product of fp16 numbers is exact in fp32.
         x = _rounded((BIAS + angle.codes(words, width)) * turn + _rounded(turn * self._start))
-        offset = _rounded(step * 0.25 + _rounded(least * 0.5))
+        offset = _rounded(step * 0.25 + _rounded(minimum * 0.5))
         r = _rounded(radius.codes(words, width) * step + offset)
         square = _rounded(x * x)
 

@@ -51,11 +51,11 @@ def stored_scale(scale: jax.Array, dtype: str, steps: int) -> jax.Array:
     """Return pallas_kernels.stored_scales.stored_scale in fp32, with a ceiling made of a
     rounding."""
     if dtype == "float16":
-        normal, least = 2.0**-14, 2.0**-24
-        units = scale / least
+        normal, minimum = 2.0**-14, 2.0**-24
+        units = scale / minimum
         whole = lax.round(units, lax.RoundingMethod.TO_NEAREST_EVEN)
-        above = jnp.where(whole < units, whole + 1, whole) * least
-        small = jnp.where(scale * steps < least / 2, 0.0, above)
+        above = jnp.where(whole < units, whole + 1, whole) * minimum
+        small = jnp.where(scale * steps < minimum / 2, 0.0, above)
         scale = jnp.where(scale < normal, small, scale)
     return scale.astype(dtype).astype(jnp.float32)
 

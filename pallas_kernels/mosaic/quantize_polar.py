@@ -179,12 +179,12 @@ class _PolarWork:
         low, high = (jnp.where(jnp.abs(bound) < jnp.inf, bound, 0.0) for bound in (low, high))
         steps, dtype = 1 << bits, self.blocks.scale_dtype
         step = stored_scale((high - low) / steps, dtype, steps)
-        least = low.astype(dtype).astype(jnp.float32)
+        minimum = low.astype(dtype).astype(jnp.float32)
         divisor = jnp.where(step == 0, 1.0, step)
-        wide_least, wide_divisor = self._on_span(least), self._on_span(divisor)
+        wide_minimum, wide_divisor = self._on_span(minimum), self._on_span(divisor)
         # A conversion truncates, and quotients below 0 have bin 0.
-        bins = [jnp.clip((v - wide_least) / wide_divisor, 0.0, steps - 1.0) for v in values]
-        return [b.astype(jnp.int32) for b in bins], step, least
+        bins = [jnp.clip((v - wide_minimum) / wide_divisor, 0.0, steps - 1.0) for v in values]
+        return [b.astype(jnp.int32) for b in bins], step, minimum
 
     def _on_span(self, x: jax.Array) -> jax.Array:
         """Repeat a matrix with equal rows on SPAN rows."""

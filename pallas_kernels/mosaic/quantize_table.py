@@ -172,14 +172,14 @@ class Pool:
             bound, count = carry  # the number of entries >= bound
 
             def compare(head: Any, first: Any, best: Any) -> Any:
-                x, (most, equal) = sign * ranges.clean(self.load(head, first)), best
-                new = jnp.maximum(most, jnp.where(x < bound, x, -jnp.inf))
-                before = jnp.where(new == most, equal, 0.0)
+                x, (maximum, equal) = sign * ranges.clean(self.load(head, first)), best
+                new = jnp.maximum(maximum, jnp.where(x < bound, x, -jnp.inf))
+                before = jnp.where(new == maximum, equal, 0.0)
                 return new, before + jnp.where(x == new, 1.0, 0.0)
 
-            most, equal = self.over_heads(compare, (splat(shape, -jnp.inf), splat(shape, 0.0)))
-            largest = on_columns(jnp.max(most, axis=2))
-            more = on_columns(jnp.sum(jnp.where(most == largest, equal, 0.0), axis=2))
+            maximum, equal = self.over_heads(compare, (splat(shape, -jnp.inf), splat(shape, 0.0)))
+            largest = on_columns(jnp.max(maximum, axis=2))
+            more = on_columns(jnp.sum(jnp.where(maximum == largest, equal, 0.0), axis=2))
             enough = count > per_side
             return jnp.where(enough, bound, largest), jnp.where(enough, count, count + more)
 

@@ -297,8 +297,8 @@ def exchanged(offset: ir.Value, parts: int) -> ir.Value:
     return arith.xori(offset, arith.andi(moved, utils.c((parts - 1) << _OF_PART, i32)))
 
 
-def _batches(starts: Sequence[int], most: int) -> Iterator[Sequence[int]]:
-    size = next(size for size in (most, most // 2, 1) if len(starts) % size == 0)
+def _batches(starts: Sequence[int], maximum: int) -> Iterator[Sequence[int]]:
+    size = next(size for size in (maximum, maximum // 2, 1) if len(starts) % size == 0)
     return (starts[i : i + size] for i in range(0, len(starts), size))
 
 

@@ -69,15 +69,15 @@ def unsupported(
             return f"{name}: {reason}"
     if isinstance(k, RunsReader) != isinstance(v, RunsReader):
         return "runs of channels of several widths on one side alone"
-    least, stripe = least_tile(k, v, capability or str(BULK)), WARPS * span_of(k, v)
-    if capacity < least:
-        return f"a body of {capacity} tokens, fewer than one tile of {least}"
-    if least > 2 * stripe:
-        return f"so few scales that GPUs without a copy engine need tiles of {least} tokens"
+    minimum, stripe = min_tile(k, v, capability or str(BULK)), WARPS * span_of(k, v)
+    if capacity < minimum:
+        return f"a body of {capacity} tokens, fewer than one tile of {minimum}"
+    if minimum > 2 * stripe:
+        return f"so few scales that GPUs without a copy engine need tiles of {minimum} tokens"
     return None
 
 
-def least_tile(k: Reader, v: Reader, capability: str) -> int:
+def min_tile(k: Reader, v: Reader, capability: str) -> int:
     """Return the fewest tokens of a tile. Without a copy engine, each of a block's threads copies
     at least two of a tile's scales, or zero points."""
     stripe = WARPS * span_of(k, v)
@@ -218,15 +218,15 @@ def tuning_for(k: Reader, v: Reader, columns: int, capacity: int, capability: st
     if k.adds_scores:  # at most as many as columns
         of_token += 4 * columns
     crowded = k.chunks[0] * k.chunks[1] > (64 if runs else 128) or columns > 8
-    stripe, least = WARPS * span_of(k, v), least_tile(k, v, capability)
-    tiles = [tile for tile in (2 * stripe, stripe) if least <= tile <= capacity]
+    stripe, minimum = WARPS * span_of(k, v), min_tile(k, v, capability)
+    tiles = [tile for tile in (2 * stripe, stripe) if minimum <= tile <= capacity]
     for tile in tiles[-1:] if crowded else tiles:
         for stages in (3, 2):
             of_block = stages * tile * of_token + beside
             if RESIDENT * of_block <= shared:
                 return Tuning(tile, warps=4, stages=stages, resident=RESIDENT)
-    stages = 2 if 2 * least * of_token + beside <= shared else 1
-    return Tuning(least, warps=4, stages=stages, resident=1)
+    stages = 2 if 2 * minimum * of_token + beside <= shared else 1
+    return Tuning(minimum, warps=4, stages=stages, resident=1)
 
 
 def merged(
@@ -335,8 +335,10 @@ def unquantized(reader: GroupedReader) -> str | None:
 
 
 def _crowded(channels: int, group: int) -> str | None:
-    most = 16 if channels < 256 else 8
-    return None if group <= most else f"{group} query heads for each KV head, more than {most}"
+    maximum = 16 if channels < 256 else 8
+    return (
+        None if group <= maximum else f"{group} query heads for each KV head, more than {maximum}"
+    )
 
 
 def _module(name: str, launch: Launch) -> Any:

@@ -28,8 +28,8 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.tiles.layout import SPAN
 from pallas_kernels.triton_call import plt
 
-MOST_DROPPED = (1 << 16) - 1  # the most that 16 bits count
-_LARGEST = 0x7F800000  # the bits of fp32 infinity, which are above the bits of any residual
+MAX_DROPPED = (1 << 16) - 1  # the most that 16 bits count
+_INFINITY_BITS = 0x7F800000  # the bits of fp32 infinity, which are above the bits of any residual
 _AT_ONCE = 128  # unused slots that a step clears
 
 Tile = Float[Array, "32 H"]
@@ -71,21 +71,21 @@ def collect(
     index_ref, residual_ref, ends_ref, *dropped_ref = refs
     spans = range(0, slots.tokens, SPAN)
 
-    def counted(least: Any) -> tuple[Array, Array]:
+    def counted(minimum: Any) -> tuple[Array, Array]:
         """Return how many outliers have residuals with larger bits, in the heads before this one
         and in all heads.
         """
         return _over_heads(
-            head, heads, lambda h: _count(residuals, h, spans, lambda bits: bits > least)
+            head, heads, lambda h: _count(residuals, h, spans, lambda bits: bits > minimum)
         )
 
     before, total = counted(-1)
-    least, equal_before, kept_equal = jnp.int32(-1), jnp.int32(0), jnp.int32(0)
+    minimum, equal_before, kept_equal = jnp.int32(-1), jnp.int32(0), jnp.int32(0)
     if slots.overflows:
-        least = least_kept(slots.count, total, lambda bits: counted(bits)[1])
-        before, larger = counted(least)
+        minimum = smallest_kept(slots.count, total, lambda bits: counted(bits)[1])
+        before, larger = counted(minimum)
         equal_before, _ = _over_heads(
-            head, heads, lambda h: _count(residuals, h, spans, lambda bits: bits == least)
+            head, heads, lambda h: _count(residuals, h, spans, lambda bits: bits == minimum)
         )
         kept_equal = slots.count - larger
         before = before + jnp.minimum(equal_before, kept_equal)
@@ -96,9 +96,9 @@ def collect(
     for span in spans:
         mask, residual = residuals(head, span)
         bits = _bits(residual)
-        kept = mask & (bits > least)
+        kept = mask & (bits > minimum)
         if slots.overflows:
-            equal = mask & (bits == least)
+            equal = mask & (bits == minimum)
             kept |= equal & (equals + _rank(equal) < kept_equal)
             equals = equals + _sum(equal)
         # beyond the slots for entries that have none
@@ -142,7 +142,7 @@ def _count(
     return total
 
 
-def least_kept(slots: int, total: Array, larger: Callable[[Array], Array]) -> Int[Array, ""]:
+def smallest_kept(slots: int, total: Array, larger: Callable[[Array], Array]) -> Int[Array, ""]:
     """Return the bits above which every residual has a slot: the least b with larger(b) <= slots,
     or one with as many, or -1 if all have a slot.
     """
@@ -156,7 +156,7 @@ def least_kept(slots: int, total: Array, larger: Callable[[Array], Array]) -> In
         return low, jnp.where(fits, middle, high)
 
     too_many = (total > slots).astype(jnp.int32)
-    bounds = too_many - 1, too_many * (_LARGEST + 1) - 1
+    bounds = too_many - 1, too_many * (_INFINITY_BITS + 1) - 1
     return lax.while_loop(lambda bounds: bounds[0] < bounds[1], halve, bounds)[1]
 
 
@@ -178,7 +178,7 @@ def _sum(mask: Bool[Array, "32 H"]) -> Int[Array, ""]:
 
 def _store_dropped(refs: Sequence[Any], pool: Any, count: Array) -> None:
     [ref] = refs
-    ref[pool] = jnp.clip(count, 0, MOST_DROPPED).astype(ref.dtype)
+    ref[pool] = jnp.clip(count, 0, MAX_DROPPED).astype(ref.dtype)
 
 
 def _clear(slots: int, first: Array, pool: Any, refs: Sequence[Any]) -> None:

@@ -41,7 +41,7 @@ from pallas_kernels.tiles.layout import SPAN, PlaneLayout
 
 TURN = 2 * math.pi
 _ELEMENTS = 4096  # pairs that a program holds
-_LEAST_COLUMNS = 8
+_MIN_COLUMNS = 8
 
 
 class Polar(NamedTuple):
@@ -98,7 +98,7 @@ class PolarBlocks(BlockWriter):
     def columns(self) -> int:
         """Return the columns of each chunk that a program has."""
         return min(
-            self.layout.width, max(_LEAST_COLUMNS, _ELEMENTS // (self.group * self.layout.chunks))
+            self.layout.width, max(_MIN_COLUMNS, _ELEMENTS // (self.group * self.layout.chunks))
         )
 
     def check(self, ring: Float[Array, "B K R H"], block: int) -> None:
@@ -157,7 +157,7 @@ class PolarBlocks(BlockWriter):
             for slot, (radius, angle) in enumerate(zip(radii.codes, angles.codes, strict=True)):
                 words.add(slot, chunk, radius << self.angle_bits | angle)
             for ref, statistic in zip(
-                statistics, (radii.step, radii.least, angles.step, angles.least), strict=True
+                statistics, (radii.step, radii.minimum, angles.step, angles.minimum), strict=True
             ):
                 ref[head, group, pl.ds(chunk * p.width + first, columns)] = statistic.astype(
                     ref.dtype
@@ -194,11 +194,13 @@ class PolarBlocks(BlockWriter):
         low, high = (jnp.where(jnp.abs(bound) < jnp.inf, bound, 0.0) for bound in (low, high))
         steps = 1 << bits
         step = stored_scale((high - low) / steps, self.scale_dtype, steps).astype(jnp.float32)
-        least = low.astype(self.scale_dtype).astype(jnp.float32)
+        minimum = low.astype(self.scale_dtype).astype(jnp.float32)
         divisor = jnp.where(step == 0, 1.0, step)
-        bins = [jnp.floor((v - least[None]) / divisor[None]) for v in values]
+        bins = [jnp.floor((v - minimum[None]) / divisor[None]) for v in values]
         return Bins(
-            [jnp.clip(b, 0.0, float((1 << bits) - 1)).astype(jnp.int32) for b in bins], step, least
+            [jnp.clip(b, 0.0, float((1 << bits) - 1)).astype(jnp.int32) for b in bins],
+            step,
+            minimum,
         )
 
 
@@ -209,7 +211,7 @@ class Bins(NamedTuple):
 
     codes: list[Int[Array, "rows columns"]]
     step: Float[Array, " columns"]
-    least: Float[Array, " columns"]
+    minimum: Float[Array, " columns"]
 
 
 def to_polar(

@@ -21,7 +21,7 @@ Scheme = Literal["asym", "sym", "hybrid"]
 Number = Any  # an array that broadcasts to the tile, or a float
 
 _ROUND = 1.5 * 2**23  # fp32 numbers of this size are whole, and their low bits count from it
-_SMALLEST = float(np.finfo(np.float32).tiny)
+_MIN_NORMAL = float(np.finfo(np.float32).tiny)
 
 
 class Quantizer(NamedTuple):
@@ -74,13 +74,13 @@ class Job:
 
     def _asym(self, low: Array, high: Array) -> Quantizer:
         scale, zero = self._scale((high - low) / self.reach), self.stored(low)
-        inverse = 1.0 / jnp.where(scale < _SMALLEST, 1.0, scale)
+        inverse = 1.0 / jnp.where(scale < _MIN_NORMAL, 1.0, scale)
         return Quantizer(scale, zero, zero, inverse, self.near, float(self.reach))
 
     def _sym(self, low: Array, high: Array) -> Quantizer:
         scale = self._scale(jnp.maximum(-low, high) / self.reach)
         exact = scale * -float(self.reach)
-        empty = scale < _SMALLEST  # a group of zeros has its middle code everywhere
+        empty = scale < _MIN_NORMAL  # a group of zeros has its middle code everywhere
         inverse = jnp.where(empty, 0.0, 1.0 / jnp.where(empty, 1.0, scale))
         first = jnp.where(empty, self.near + self.reach, self.near)
         return Quantizer(scale, self.stored(exact), exact, inverse, first, 2.0 * self.reach)

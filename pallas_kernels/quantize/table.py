@@ -322,18 +322,18 @@ class TableBlocks(BlockWriter):
                 bound, count = carry  # the number of entries >= bound
 
                 def compare(head: Any, best: Any) -> Any:
-                    x, (most, equal) = sign * clean(head), best
+                    x, (maximum, equal) = sign * clean(head), best
                     of_head = jnp.max(jnp.where(x < bound[:, None], x, -jnp.inf), axis=1)
-                    new = jnp.maximum(most, of_head)
+                    new = jnp.maximum(maximum, of_head)
                     equal_here = jnp.sum((x == of_head[:, None]).astype(jnp.int32), axis=1)
-                    before = jnp.where(most == new, equal, 0)
+                    before = jnp.where(maximum == new, equal, 0)
                     return new, before + jnp.where(of_head == new, equal_here, 0)
 
-                most, equal = over_heads(
+                maximum, equal = over_heads(
                     compare, (jnp.full((SPAN,), -jnp.inf), jnp.zeros((SPAN,), jnp.int32))
                 )
                 enough = count > self.per_side
-                return jnp.where(enough, bound, most), jnp.where(enough, count, count + equal)
+                return jnp.where(enough, bound, maximum), jnp.where(enough, count, count + equal)
 
             start = jnp.full((SPAN,), jnp.inf), jnp.zeros((SPAN,), jnp.int32)
             return lax.fori_loop(0, self.per_side + 1, next_smaller, start)[0][:, None]

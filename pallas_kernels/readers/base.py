@@ -105,7 +105,7 @@ class Reader(abc.ABC):
         return 1
 
     @property
-    def least_tile(self) -> int:
+    def min_tile(self) -> int:
         """Return the fewest tokens that a tile may have."""
         return SPAN
 

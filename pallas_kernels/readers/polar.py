@@ -93,8 +93,8 @@ class PolarReader(Reader):
                 )
                 cos, sin = self._cos_sin(words, bits[: self.angle_bits], of_angles, asm)
                 code, bias = words.number(bits[self.angle_bits :])
-                step, least = (for_tokens(s, code.shape[0]) for s in of_radii)
-                radius = subtract_scale_add(code, bias - 0.5, step, least, asm)
+                step, minimum = (for_tokens(s, code.shape[0]) for s in of_radii)
+                radius = subtract_scale_add(code, bias - 0.5, step, minimum, asm)
                 first, second = by_halves(lambda r, cos, sin: (r * cos, r * sin), radius, cos, sin)
                 dots += [
                     dot(joined(first), query[0][c], (1, 1)),
@@ -124,9 +124,9 @@ class PolarReader(Reader):
         asm: bool,
     ) -> tuple[Half, Half]:
         code, bias = words.number(bits)
-        step, least = (s.astype(jnp.float32) for s in of_groups)
+        step, minimum = (s.astype(jnp.float32) for s in of_groups)
         # Applied once per group, the bias of a code costs its elements nothing.
-        start = least - (bias - 0.5) * step
+        start = minimum - (bias - 0.5) * step
         step, start = (for_tokens(s, code.shape[0]) for s in (step, start))
         cos_sin = approximate_cos_sin if asm else polynomial_cos_sin
 

@@ -35,7 +35,7 @@ from pallas_kernels.tiles.halves import Half, by_halves, joined
 from pallas_kernels.tiles.layout import SPAN
 from pallas_kernels.tiles.tile import Tile
 
-LONGEST_TILE = 128
+MAX_TILE = 128
 
 QueriesAndPartners = tuple[Float16[Array, "GP W"], Float16[Array, "GP W"]]  # and their partners
 
@@ -96,15 +96,13 @@ class RotatedReader(Reader):
         """
         of_block = self.block & -self.block
         if self.shards == 1 or of_block == self.block:
-            return LONGEST_TILE
-        return min(of_block, LONGEST_TILE)
+            return MAX_TILE
+        return min(of_block, MAX_TILE)
 
     def arrays(self, stored: Sequence[Array]) -> tuple[Array, ...]:
         inner, frequencies, _ = self.apart(stored)[:3]
-        shape = (1, 1, LONGEST_TILE // SPAN, self.slots, SPAN // self.slots, frequencies.shape[0])
-        tables = angle_tables(
-            frequencies, self._distances(jnp.arange(LONGEST_TILE, dtype=jnp.int32))
-        )
+        shape = (1, 1, MAX_TILE // SPAN, self.slots, SPAN // self.slots, frequencies.shape[0])
+        tables = angle_tables(frequencies, self._distances(jnp.arange(MAX_TILE, dtype=jnp.int32)))
         return (*self.inner.arrays(inner), *(a.reshape(shape) for a in tables))
 
     def query(self, q: Float[Array, "B K GP H"], stored: Sequence[Array]) -> tuple[Array, ...]:

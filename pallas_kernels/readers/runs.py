@@ -94,7 +94,7 @@ class RunsReader(Reader):
         return SLOTS // TOGETHER
 
     @property
-    def least_tile(self) -> int:
+    def min_tile(self) -> int:
         return TILE
 
     @property
@@ -180,7 +180,7 @@ class RunsReader(Reader):
                 for j in range(bits)
             ]
             # The bias is at most 512, so fp16 holds halves beside it.
-            code, bias = words.number(fields, places, least=1)
+            code, bias = words.number(fields, places, minimum=1)
             numbers.append(subtracted(code, [bias + middle for middle in middles], asm))
         return numbers
 

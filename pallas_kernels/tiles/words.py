@@ -79,7 +79,7 @@ class WordTiles(abc.ABC):
         return self.gathered(runs, field.exponent)
 
     def number(
-        self, bits: Sequence[Bit], places: Sequence[int] | None = None, *, least: int = 0
+        self, bits: Sequence[Bit], places: Sequence[int] | None = None, *, minimum: int = 0
     ) -> tuple[Half, int]:
         """Return (bias + code, bias) of the codes that `bits` spell, by the exponent trick of
         layout.py.
@@ -88,13 +88,16 @@ class WordTiles(abc.ABC):
             bits: the places of the bits of a code.
             places: which bit of the code each one is. None means 0, 1, ... Two may be the same if
                 every lane has 0 in the words of one of them.
-            least: the lowest bit of the mantissa at which a code may begin, which bounds the bias.
+            minimum: the lowest bit of the mantissa at which a code may begin, which bounds the
+                bias.
         """
         places = range(len(bits)) if places is None else places
         # No shift, or one that many fields share, if the ten bits of the mantissa then hold the
         # code.
         first = bits[0].position
-        at = next(place for place in (first, first - 8, least) if least <= place < 10 - max(places))
+        at = next(
+            place for place in (first, first - 8, minimum) if minimum <= place < 10 - max(places)
+        )
         runs: list[BitRun] = []
         for bit, i in zip(bits, places, strict=True):
             shift, mask = bit.position - (at + i), 1 << (at + i)

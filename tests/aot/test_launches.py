@@ -10,7 +10,7 @@ from tests.pallas_kernels.lowering import needs_mosaic
 
 # Beside the projections: queries, keys and values, append and windows, body, merge, a product, and
 # twice a sum and a norm.
-MOST = 10
+MAX_LAUNCHES = 10
 OUTLIERS = 2  # of keys before the body, and of values after it
 # The norm of keys widens until the first block is quantized (kvq_jax/codecs/prompt_statistics.py),
 # which takes the largest entries of the new key. At batch 64 XLA also cuts the queries out of the
@@ -33,13 +33,15 @@ def test_a_layer_launches_few_kernels_at_any_batch(spec: str, batch: int):
     row = measure(spec, batch)
     assert (row.loops, row.branches) == (0, 0), f"{row.loops} loops, {row.branches} branches"
     assert row.matrices == 5, f"{row.matrices} products of matrices: {row.launches}"
-    most = MOST + MORE.get((spec, batch), OUTLIERS if spec == "kvquant:bits=4" else 0)
-    assert row.total - row.matrices <= most, f"{row.total} launches: {row.launches}"
+    maximum = MAX_LAUNCHES + MORE.get((spec, batch), OUTLIERS if spec == "kvquant:bits=4" else 0)
+    assert row.total - row.matrices <= maximum, f"{row.total} launches: {row.launches}"
     assert row.launches["decode_attention"] == 1
     # estimated: close to the time of the cache's bytes
     if batch == 16 and spec != POLAR:
-        for tokens, most in ((32768, 1.6), (4096, 2.5)):
-            assert over_limit(row.beside, limit_us(spec, batch, tokens)) < most, f"{tokens} tokens"
+        for tokens, maximum in ((32768, 1.6), (4096, 2.5)):
+            assert over_limit(row.beside, limit_us(spec, batch, tokens)) < maximum, (
+                f"{tokens} tokens"
+            )
     graphs = row.graphs, row.outside
     assert graphs == (1, 0), f"{row.graphs} command buffers, {row.outside} launches in none"
     if spec == "kvquant:bits=4":
@@ -66,8 +68,8 @@ def test_a_layer_on_mosaic_gpu_launches_as_few(spec: str, batch: int):
     assert (row.loops, row.branches) == (0, 0), f"{row.loops} loops, {row.branches} branches"
     assert (row.graphs, row.outside) == (1, 0), f"{row.outside} launches outside of a graph"
     sparse = spec == "kvquant:bits=4"
-    most = MOST + (OUTLIERS if sparse else MORE.get((spec, batch), 0))
-    assert row.beside <= most, f"{row.launches}"
+    maximum = MAX_LAUNCHES + (OUTLIERS if sparse else MORE.get((spec, batch), 0))
+    assert row.beside <= maximum, f"{row.launches}"
     outliers = ("outlier_scores", "outlier_values") if sparse else ()
     for kernel in ("append_token", "decode_attention", "merge", *outliers):
         assert row.launches[kernel] == 1, f"{row.launches}"

@@ -75,9 +75,9 @@ def test_a_step_on_eight_gpus_moves_one_token_and_needs_little_memory(
     assert memory.temp_size_in_bytes < share * local, (
         f"temp {memory.temp_size_in_bytes} beside {local} bytes of the cache"
     )
-    most = max(CONFIG.hidden_size, CONFIG.num_attention_heads * (CONFIG.head_dim + 1)) * 4
+    maximum = max(CONFIG.hidden_size, CONFIG.num_attention_heads * (CONFIG.head_dim + 1)) * 4
     transfers = collectives(program.compiled)
     assert len(transfers) == memory_mesh.collectives(CONFIG, "bfloat16", placement), (
         f"{transfers}: `kvq memory` counts others"
     )
-    assert max(transfers)[0] <= most, f"{max(transfers)}, more than {most} bytes"
+    assert max(transfers)[0] <= maximum, f"{max(transfers)}, more than {maximum} bytes"

@@ -38,10 +38,10 @@ on_either = pytest.mark.parametrize(
 
 @on_either
 @pytest.mark.parametrize(
-    ("scheme", "axis", "most_spills"),
+    ("scheme", "axis", "max_spills"),
     [("asym", "channels", 64), ("hybrid", "channels", 160), ("hybrid", "tokens", 64)],
 )
-def test_the_quantizer_compiles_within_its_registers(scheme, axis, most_spills, arithmetic, target):
+def test_the_quantizer_compiles_within_its_registers(scheme, axis, max_spills, arithmetic, target):
     bits = 2
     reader = grouped(GroupFormat(bits, scheme, axis, 32, 128, 32))
     assert isinstance(reader, GroupedReader)
@@ -53,7 +53,7 @@ def test_the_quantizer_compiles_within_its_registers(scheme, axis, most_spills, 
     )
     kernel = program.kernel(f"quantize_{scheme}_{axis}")
     assembly = assemble(kernel.ptx, kernel.name, target.architecture)
-    assert assembly.spill_bytes <= most_spills, (
+    assert assembly.spill_bytes <= max_spills, (
         f"{assembly.registers} registers, {assembly.spill_bytes} bytes spilled"
     )
     assert 32 < assembly.registers <= 255
@@ -176,8 +176,8 @@ def test_scores_of_outliers_are_kept_in_registers(turned, target):
 
 
 @on_both_gpus
-@pytest.mark.parametrize(("group", "channels", "most"), [(4, 128, 0), (1, 64, 0), (8, 256, 3)])
-def test_sums_of_outliers_are_kept_in_registers(group, channels, most, target):
+@pytest.mark.parametrize(("group", "channels", "maximum"), [(4, 128, 0), (1, 64, 0), (8, 256, 3)])
+def test_sums_of_outliers_are_kept_in_registers(group, channels, maximum, target):
     """most: spills of a step, some with the most query heads for a head dim of 256. A share's place
     may also be spilled.
     """
@@ -204,8 +204,8 @@ def test_sums_of_outliers_are_kept_in_registers(group, channels, most, target):
         key=lambda loop: len(loop.indices),
     )
     assert step.multiply_adds == 128 * group * max(channels, 128), "not a step of 128 slots"
-    assert step.counts().get("spill", 0) <= most
-    assert assembly.spill_bytes <= 64 + 32 * most
+    assert step.counts().get("spill", 0) <= maximum
+    assert assembly.spill_bytes <= 64 + 32 * maximum
     if target == H200:
         assert assembly.registers * kernel.threads * tuning.resident <= 65536, (
             "fewer programs run at a time than share the tiles"

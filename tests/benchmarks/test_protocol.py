@@ -25,7 +25,7 @@ from kvq_tools.evaluation import measure_rows
 from kvq_tools.evaluation.intervals import kl_interval, t_quantile
 from kvq_tools.evaluation.protocol import (
     BLOCKS,
-    MOST_EXACT,
+    MAX_EXACT,
     READINGS,
     RECENT,
     SINK,
@@ -51,11 +51,11 @@ def test_every_cache_has_equal_windows_and_at_most_three_percent_exact(cache):
         kvq.parse(cache), sink=SINK, recent=RECENT
     )
     share = exact_share(spec, config, sizes)
-    assert share <= MOST_EXACT or spec.block > BLOCKS[0], share
+    assert share <= MAX_EXACT or spec.block > BLOCKS[0], share
     if spec.block > BLOCKS[0]:
         with pytest.raises(ValueError, match="does not divide the block"):
             kvq.cache.layout(dataclasses.replace(spec, block=BLOCKS[0]), config, 1, sizes.width)
-        assert exact_share(spec, config, Sizes(4096)) <= MOST_EXACT
+        assert exact_share(spec, config, Sizes(4096)) <= MAX_EXACT
 
 
 @pytest.mark.parametrize("name", made_plans.made_for("smollm2"))

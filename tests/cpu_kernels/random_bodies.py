@@ -145,11 +145,11 @@ class BodyCase:
             jnp.asarray(rng.random(shape) * size, self.scale_dtype)
             for size in (*of_radii, *of_angles)
         ]
-        step, least, angle_step, angle_least = (
+        step, minimum, angle_step, angle_minimum = (
             np.repeat(np.asarray(a, np.float64), self.group, axis=2) for a in stored
         )
-        radius = (codes // (1 << self.angle_bits) + 0.5) * step + least
-        angle = (codes % (1 << self.angle_bits) + 0.5) * angle_step + angle_least
+        radius = (codes // (1 << self.angle_bits) + 0.5) * step + minimum
+        angle = (codes % (1 << self.angle_bits) + 0.5) * angle_step + angle_minimum
         radius = radius**2 if self.root else radius
         return [*map(np.asarray, words), *map(_bits, stored)], np.concatenate(
             [radius * np.cos(angle), radius * np.sin(angle)], axis=-1

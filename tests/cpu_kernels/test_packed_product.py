@@ -48,13 +48,13 @@ def matrix(
         return fine, outer, fine * np.repeat(outer.astype(float), 256 // group, axis=1)
 
     *stored, scale = factors()
-    *least, minimum = factors() if mins else (None, None, 0.0 * scale)
+    *minimum_codes, minimum = factors() if mins else (None, None, 0.0 * scale)
     if mins == "of scales":
-        least = [rng.integers(-15, 16, scale.shape).astype(np.int8), None]
-        minimum = least[0] * scale
+        minimum_codes = [rng.integers(-15, 16, scale.shape).astype(np.int8), None]
+        minimum = minimum_codes[0] * scale
     whole = values * np.repeat(scale, group, axis=1) + np.repeat(minimum, group, axis=1)
     arrays = tuple(
-        None if array is None else jnp.asarray(array) for array in (codes, *stored, *least)
+        None if array is None else jnp.asarray(array) for array in (codes, *stored, *minimum_codes)
     )
     return arrays, whole.transpose(1, 0, 2).reshape(inputs, -1)[:, :outputs]
 

@@ -124,11 +124,11 @@ def test_rings_and_lower_limits_that_fit_no_arrays_read_nothing_outside():
     k, v = CASES["before RoPE"]
     q, keys, values, *_ = inputs("before RoPE", 2, 1, 96)
     arrays = q, keys, values
-    most, full = np.full((BATCH, 1), 2**31 - 1), np.full((BATCH, 1), 96)
+    maximum, full = np.full((BATCH, 1), 2**31 - 1), np.full((BATCH, 1), 96)
     for seen in (
-        Seen(-most, most, most[:, 0], 64),
-        Seen(most, most, most[:, 0], 64),
-        Seen(-most, full, -most[:, 0], 64),
+        Seen(-maximum, maximum, maximum[:, 0], 64),
+        Seen(maximum, maximum, maximum[:, 0], 64),
+        Seen(-maximum, full, -maximum[:, 0], 64),
         Seen(full, -full, full[:, 0], 64),
     ):
         m, _ = attend("before RoPE", arrays, q, seen, 96)

@@ -31,7 +31,7 @@ from kvq_models import (
 )
 from kvq_models.inference.checked_input import checked_tokens
 from kvq_models.llama.checkpoint import open_checkpoint, read_config
-from kvq_models.llama.layer_kinds import MOST_LAYERS
+from kvq_models.llama.layer_kinds import MAX_LAYERS
 from kvq_models.llama.stored_tensor import CheckpointError
 from tests.kvq_models.checkpoints import random_llama, tiny_config
 
@@ -194,7 +194,7 @@ def saved(directory, **fields):
 @pytest.mark.parametrize("layers", [2**31, 100_000])
 def test_absurd_numbers_of_layers_are_refused_at_once(layers, tmp_path, run):
     directory = saved(tmp_path, num_hidden_layers=layers)
-    message = f"num_hidden_layers={layers} must be at most {MOST_LAYERS}"
+    message = f"num_hidden_layers={layers} must be at most {MAX_LAYERS}"
     with pytest.raises(ValueError, match=message):
         load_llama(directory)
     code, _, error = run("memory", directory, "--cache", "kivi", "--context", 64)
@@ -203,14 +203,14 @@ def test_absurd_numbers_of_layers_are_refused_at_once(layers, tmp_path, run):
 
 
 def test_more_layers_than_the_files_hold_are_missed_before_they_are_made(tmp_path):
-    directory = saved(tmp_path, num_hidden_layers=MOST_LAYERS)
+    directory = saved(tmp_path, num_hidden_layers=MAX_LAYERS)
     with pytest.raises(
         CheckpointError,
         match=r"lack tensor 'model.layers.1.self_attn.q_proj.weight' and more: they hold 1 layers",
     ):
         load_llama(directory)
     config = read_config(directory)
-    assert len(parameter_bytes(kvq.cache.layout("kivi", config, 1, 32))) == MOST_LAYERS
+    assert len(parameter_bytes(kvq.cache.layout("kivi", config, 1, 32))) == MAX_LAYERS
 
 
 @pytest.mark.parametrize(

@@ -92,17 +92,19 @@ def test_every_way_of_splitting_is_right_by_itself(mesh: str):
 @specs()
 def test_no_collective_of_a_step_is_larger_than_one_token(spec: str):
     dims = dims_of(spec)
-    most = max(BATCH * dims.hidden_size, BATCH * dims.num_attention_heads * (dims.head_dim + 1)) * 4
+    maximum = (
+        max(BATCH * dims.hidden_size, BATCH * dims.num_attention_heads * (dims.head_dim + 1)) * 4
+    )
     placed = on(spec, as_far_as_allowed(spec))
     found = collectives(placed.step)
     assert {"all-reduce"} == {kind for _, kind in found}, (
         "a maximum and a sum; compilers join those of several layers"
     )
-    assert max(found)[0] <= most, f"{spec}: {max(found)}, more than {most} bytes"
+    assert max(found)[0] <= maximum, f"{spec}: {max(found)}, more than {maximum} bytes"
     largest = max(
         leaf.nbytes // 4 for leaf in jax.tree.leaves([layer.body for layer in placed.cache.layers])
     )
-    assert largest > most // 8, "the cache is so small that gathering it would pass"
+    assert largest > maximum // 8, "the cache is so small that gathering it would pass"
 
 
 @pytest.mark.parametrize("mesh", ["rows=2", "heads=2"])

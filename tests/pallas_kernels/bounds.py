@@ -28,9 +28,9 @@ class Outside(list[str]):
 
         def report(*starts: Any) -> None:
             self.checked += 1
-            for axis, (start, size, most) in enumerate(zip(starts, sizes, shape, strict=False)):
+            for axis, (start, size, maximum) in enumerate(zip(starts, sizes, shape, strict=False)):
                 start = np.asarray(start)
-                if start.size and not 0 <= start.min() <= start.max() <= most - size:
+                if start.size and not 0 <= start.min() <= start.max() <= maximum - size:
                     self.append(
                         f"{what}: {size} from {start.min()} .. {start.max()} on, axis {axis} of"
                         f" {tuple(shape)}"

@@ -301,7 +301,7 @@ def test_gpus_without_a_copy_engine_need_as_many_scales_as_threads_copy():
             continue
         for keys, values in itertools.product((k, v, tables, rows), repeat=2):
             tile = route.tuning_for(keys, values, 8, 4096, capability).tile
-            assert tile >= route.least_tile(keys, values, capability)
+            assert tile >= route.min_tile(keys, values, capability)
             if not bulk and tables in (keys, values):
                 assert tile == 256
         assert (route.unsupported(tables, v, 4, 128, capability) is None) == bulk

@@ -83,12 +83,12 @@ def check_turned_keys(angle_bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(module, "_asm", executed)
     codes, pairs, rng = 1 << angle_bits, 1000, np.random.default_rng(0)
-    step, least = (
+    step, minimum = (
         rng.uniform(*ends, pairs).astype(np.float16)
         for ends in ((0, 2 * np.pi / codes), (-2 * np.pi, np.pi))
     )
     ops = module.Polar(False, angle_bits)
-    middle = ops.of_lane(*(x.view(np.uint32) for x in (step, least)))
+    middle = ops.of_lane(*(x.view(np.uint32) for x in (step, minimum)))
     cos, sin = (x.view(np.float16).astype(np.float64) for x in middle)
     angle, radius = (
         module.Number.of([module.Bit(0, 0, bit) for bit in bits], 0, halved)
@@ -104,7 +104,7 @@ def check_turned_keys(angle_bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
         return x * cos - y * sin, x * sin + y * cos
 
     for code in range(codes):
-        theta = (code + 0.5) * step.astype(np.float64) + least
+        theta = (code + 0.5) * step.astype(np.float64) + minimum
         for have, f in zip(keys(code), (np.cos, np.sin), strict=True):
             errors = np.abs(have - f(theta))
             assert errors.max() < 5e-3, f"{code=}"

@@ -40,15 +40,15 @@ def measure(request: Request) -> dict[str, Any]:
     llama = prepare(weights, spec)
     model = FlatLlama(llama)
     calls = -(-request.steps // STREAM_STEPS)
-    most = STREAM_STEPS * (calls + 1)
-    cache = kvq.init_cache(spec, llama.config, 1, request.prompt + most, "float32")
-    settings = generation_settings(most)
+    maximum = STREAM_STEPS * (calls + 1)
+    cache = kvq.init_cache(spec, llama.config, 1, request.prompt + maximum, "float32")
+    settings = generation_settings(maximum)
     tokens = np.asarray([request.prompt_ids()], np.int32)
     lengths = np.asarray([request.prompt], np.int32)
     for program in lowered_prompt(llama, cache, tokens, lengths):
         program.compile()
     logits = jnp.zeros((1, llama.config.vocab_size), jnp.float32)
-    looping = advance.lower(model, begun(cache, logits, most), settings, jnp.int32(0)).compile()
+    looping = advance.lower(model, begun(cache, logits, maximum), settings, jnp.int32(0)).compile()
     if request.warm:
         return named
     state: list[Any] = []
@@ -56,7 +56,7 @@ def measure(request: Request) -> dict[str, Any]:
 
     def reset() -> None:
         state.clear()
-        empty = kvq.init_cache(spec, llama.config, 1, request.prompt + most, "float32")
+        empty = kvq.init_cache(spec, llama.config, 1, request.prompt + maximum, "float32")
         state.append(jax.block_until_ready(empty))
 
     def until(tokens: int) -> None:
@@ -65,10 +65,10 @@ def measure(request: Request) -> dict[str, Any]:
 
     def first_token() -> None:
         logits, read = read_prompt(llama, state.pop(), tokens, lengths)
-        state[:] = [begun(read, logits, most)]
+        state[:] = [begun(read, logits, maximum)]
         until(1)
 
-    generated = iter(range(STREAM_STEPS, most + 1, STREAM_STEPS))
+    generated = iter(range(STREAM_STEPS, maximum + 1, STREAM_STEPS))
     times = request_times(
         first_token,
         lambda: until(next(generated)),

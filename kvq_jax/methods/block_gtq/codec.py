@@ -23,7 +23,7 @@ from kvq_jax.codecs.fitting import Rows, check_rows
 from kvq_jax.codecs.kernels import Kernels, table_of, unserved
 from kvq_jax.codecs.learning import Learning, QueryMoments, required
 from kvq_jax.codecs.one_side import OneSideCodec
-from kvq_jax.codecs.rotating import LARGEST_ENTRY
+from kvq_jax.codecs.rotating import MAX_ENTRY
 from kvq_jax.methods.turboquant.levels import sphere_levels
 from kvq_jax.types.array_types import ArraySpec, Axis, CachedRows, Tree
 from kvq_jax.types.rope import Rope
@@ -56,8 +56,8 @@ class RateGroupsCodec(OneSideCodec):
         )
 
     def quantize(self, params: Tree, stats: Tree, rows: CachedRows, at: TokensAt) -> Tree:
-        x = self._sorted(params, finite_rows(rows, LARGEST_ENTRY))
-        most = float(jnp.finfo(self.scale_dtype).max)
+        x = self._sorted(params, finite_rows(rows, MAX_ENTRY))
+        maximum = float(jnp.finfo(self.scale_dtype).max)
         body = []
         for layout, part in zip(self.format.layouts, self._parts(x), strict=True):
             norm = jnp.linalg.norm(part, axis=-1, keepdims=True)
@@ -65,7 +65,7 @@ class RateGroupsCodec(OneSideCodec):
             levels = np.asarray(sphere_levels(layout.bits, layout.channels), np.float32)
             codes = jnp.searchsorted(jnp.asarray((levels[1:] + levels[:-1]) / 2), y)
             size = jnp.linalg.norm(self._levels(codes, layout.bits), axis=-1)
-            factor = jnp.minimum(norm[..., 0] / size, most).astype(self.scale_dtype)
+            factor = jnp.minimum(norm[..., 0] / size, maximum).astype(self.scale_dtype)
             body.append((pack(codes, layout), factor))
         return tuple(body)
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from kvq_jax.arrays.reverse_water_filling import MOST, allocate, layer_widths
+from kvq_jax.arrays.reverse_water_filling import MAX_BITS, allocate, layer_widths
 from kvq_jax.arrays.run_array import RunFormat
 from kvq_jax.codecs.codec import Codec, Side
 from kvq_jax.methods.base import (
@@ -25,12 +25,12 @@ from kvq_jax.methods.block_gtq.codec import RateGroupsCodec
 from kvq_jax.methods.waterfill.widths import TEMPLATE_FALL, chunk_energies, read, written
 from kvq_jax.types.array_types import ModelDims
 
-ERRORS = tuple(4.0**-bits for bits in range(MOST + 1))  # the paper's law of TurboQuant's error
-LEAST = 1  # bits of a pair, as in the public code
+ERRORS = tuple(4.0**-bits for bits in range(MAX_BITS + 1))  # the paper's law of TurboQuant's error
+MIN_BITS = 1  # bits of a pair, as in the public code
 CHUNK = 4  # channels, two pairs: the levels of a group need three
 WIDE_CHUNK = 8  # channels, from head dim 256 on: 32 digits, which also describe head dim 128
 PROFILES = 4  # different widths in a model, at most (docs/decisions/calibration.md)
-V_BITS = tuple(range(MOST + 1))
+V_BITS = tuple(range(MAX_BITS + 1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +74,7 @@ class BlockGTQ(Method):
         count = self._chunks(dims.head_dim)
         layers = [layer for layer, one in enumerate(calibrated["k"]) if one]
         energies = [[chunk_energies(calibrated["k"][i]["energies"], count)] for i in layers]
-        chosen = layer_widths(energies, [self._budget(count)], PROFILES, ERRORS, LEAST)
+        chosen = layer_widths(energies, [self._budget(count)], PROFILES, ERRORS, MIN_BITS)
         # Layers without parameters stay in full precision, whatever their widths.
         known = {i: written(widths) for i, [widths] in zip(layers, chosen, strict=True)}
         filled = [known.get(i, known[layers[0]]) for i in range(len(calibrated["k"]))]
@@ -92,19 +92,19 @@ class BlockGTQ(Method):
         count = self._chunks(head_dim)
         if not (number := at_layer(self.k_widths, layer)):
             energies = 4.0 ** (-TEMPLATE_FALL * (np.arange(count) + 0.5) / count)
-            return tuple(map(int, allocate(energies, self._budget(count), ERRORS, LEAST)))
+            return tuple(map(int, allocate(energies, self._budget(count), ERRORS, MIN_BITS)))
         widths = read("k_widths", number, head_dim)
-        if widths[-1] < LEAST or head_dim < CHUNK * len(widths):
+        if widths[-1] < MIN_BITS or head_dim < CHUNK * len(widths):
             raise ValueError(
                 f"k_widths={number}: a digit stands for {CHUNK} channels or more, and each has at"
-                f" least {LEAST} bit"
+                f" least {MIN_BITS} bit"
             )
         return widths
 
     def _budget(self, count: int) -> int:
         """Return the bits of all chunks together."""
-        if not LEAST <= self.bits <= MOST:
-            raise ValueError(f"bits={self.bits:g}: between {LEAST} and {MOST} can be stored")
+        if not MIN_BITS <= self.bits <= MAX_BITS:
+            raise ValueError(f"bits={self.bits:g}: between {MIN_BITS} and {MAX_BITS} can be stored")
         return math.floor(count * self.bits + 1e-6)
 
     @staticmethod

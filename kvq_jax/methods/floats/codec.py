@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvq_jax.arrays import float_array
-from kvq_jax.arrays.float_array import LARGEST_INPUT, FloatArray, FloatFormat
+from kvq_jax.arrays.float_array import MAX_INPUT, FloatArray, FloatFormat
 from kvq_jax.arrays.minifloats import decode
 from kvq_jax.codecs import native_bodies
 from kvq_jax.codecs.codec import Side, TokensAt
@@ -145,7 +145,7 @@ class FloatCodec(OneSideCodec):
         counted = inputs.valid[:, None, :, None] & jnp.isfinite(rows)
         axes = (2, 3) if self.sequence == "head" else (1, 2, 3)
         largest = jnp.max(jnp.where(counted, jnp.abs(rows), 0), axis=axes, keepdims=True)
-        scale = HEADROOM * jnp.minimum(largest, LARGEST_INPUT) / self.format.largest
+        scale = HEADROOM * jnp.minimum(largest, MAX_INPUT) / self.format.largest
         shape = self._statistics_spec(rows.shape[0], rows.shape[1]).shape
         return jnp.broadcast_to(scale, shape)
 

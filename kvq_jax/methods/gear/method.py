@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 
 from kvq_jax.arrays.channel_groups import channel_group
 from kvq_jax.arrays.grouped_array import GroupFormat, resolve_group
-from kvq_jax.arrays.sparse_outliers import LONGEST_POOL, MOST_PLACES, MOST_SLOTS, Pool
+from kvq_jax.arrays.sparse_outliers import MAX_PLACES, MAX_POOL, MAX_SLOTS, Pool
 from kvq_jax.codecs.codec import Codec, Side
 from kvq_jax.methods.base import Method, PerLayer, Windows, at_layer, option, scale_dtype_option
 from kvq_jax.methods.gear.codec import GearCodec
@@ -102,8 +102,8 @@ class Gear(Method):
             per_side = max(1, math.floor(together * self.outliers / 2))
             return together, per_side, 2 * per_side * times
 
-        parts = (n for n in range(1, LONGEST_POOL + 1) if block % n == 0)
-        runs = [n for n in parts if n * channels <= MOST_PLACES and sizes(n)[2] <= MOST_SLOTS]
+        parts = (n for n in range(1, MAX_POOL + 1) if block % n == 0)
+        runs = [n for n in parts if n * channels <= MAX_PLACES and sizes(n)[2] <= MAX_SLOTS]
         if not runs:
             raise ValueError(
                 f"outliers={self.outliers:g} of {heads} heads of {channels} channels do not fit"

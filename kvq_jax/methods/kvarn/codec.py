@@ -22,8 +22,8 @@ from jaxtyping import Array, Float
 from kvq_jax.codecs.scaled import ScaledCodec
 
 ROUNDS = 16
-LEAST_STD, LARGEST_STD = 1e-3, 1e3  # of one correction
-LARGEST_LOG = 10.0  # of a scale
+MIN_STD, MAX_STD = 1e-3, 1e3  # of one correction
+MAX_LOG = 10.0  # of a scale
 GAIN = 1e-3  # by which a round must be better: rounding does not choose among converged ones
 
 Tiles = Float[Array, "B K n T H"]
@@ -57,20 +57,20 @@ def balance(tiles: Tiles, over: int, floor: float) -> Float[Array, "B K n a b"]:
     channels'.
     """
     across = TOKENS + CHANNELS - over
-    least_log = max(math.log(floor), -LARGEST_LOG) if floor else -LARGEST_LOG
+    min_log = max(math.log(floor), -MAX_LOG) if floor else -MAX_LOG
 
     def corrected(log: Array, other: Array, axis: int) -> Array:
         std = jnp.std(tiles * jnp.exp(-log - other), axis, ddof=1, keepdims=True)
-        step = jnp.log(jnp.clip(std, LEAST_STD, LARGEST_STD))
-        return jnp.clip(log + step, least_log, LARGEST_LOG)
+        step = jnp.log(jnp.clip(std, MIN_STD, MAX_STD))
+        return jnp.clip(log + step, min_log, MAX_LOG)
 
     def turn(_: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
-        a, b, best_a, least = state
+        a, b, best_a, minimum = state
         a = corrected(a, b, over)
         b = corrected(b, a, across)
         spread = _spread(tiles * jnp.exp(-a - b))
-        better = spread < (1 - GAIN) * least
-        return a, b, jnp.where(better, a, best_a), jnp.where(better, spread, least)
+        better = spread < (1 - GAIN) * minimum
+        return a, b, jnp.where(better, a, best_a), jnp.where(better, spread, minimum)
 
     a, b = (jnp.zeros_like(lax.slice_in_dim(tiles, 0, 1, axis=axis)) for axis in (over, across))
     state = lax.fori_loop(0, ROUNDS, turn, (a, b, a, _spread(tiles)))
@@ -80,7 +80,7 @@ def balance(tiles: Tiles, over: int, floor: float) -> Float[Array, "B K n a b"]:
 def _spread(tiles: Tiles) -> Float[Array, "B K n 1 1"]:
     def ratio(axis: int) -> Array:
         std = jnp.std(tiles, axis, ddof=1, keepdims=True)
-        least = jnp.maximum(jnp.min(std, (TOKENS, CHANNELS), keepdims=True), 1e-8)
-        return jnp.max(std, (TOKENS, CHANNELS), keepdims=True) / least
+        minimum = jnp.maximum(jnp.min(std, (TOKENS, CHANNELS), keepdims=True), 1e-8)
+        return jnp.max(std, (TOKENS, CHANNELS), keepdims=True) / minimum
 
     return ratio(TOKENS) + ratio(CHANNELS)

@@ -35,7 +35,7 @@ Weighting = Literal["fisher_scale", "fisher", "none"]
 
 RANGES = ("scale", "zero", "lower", "upper")  # of a channel
 # Ranges of 15 rows have three times the error of calibrated ones, ranges of 31 less.
-LEAST_PROMPT = 24
+MIN_PROMPT = 24
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,7 +190,7 @@ class KVQuantCodec(OneSideCodec):
 
         The first token is left out because models use it as an attention sink, whose keys are
         unlike the others (the paper's section 3.5). All four are 0, for the calibrated ranges, if
-        fewer than LEAST_PROMPT rows of a channel count.
+        fewer than MIN_PROMPT rows of a channel count.
         Source: Hooper et al., KVQuant, Table 14 (online).
         """
         rows = self.rows(params, inputs).astype(jnp.float32)
@@ -200,7 +200,7 @@ class KVQuantCodec(OneSideCodec):
         low = jnp.min(jnp.where(kept, rows, jnp.inf), axis=2, keepdims=True)
         high = jnp.max(jnp.where(kept, rows, -jnp.inf), axis=2, keepdims=True)
         ranges = jnp.concatenate([(high - low) / 2, (high + low) / 2, lower, upper], axis=2)
-        enough = jnp.sum(counted, axis=2, keepdims=True) >= LEAST_PROMPT
+        enough = jnp.sum(counted, axis=2, keepdims=True) >= MIN_PROMPT
         return jnp.where(enough & jnp.any(kept, axis=2, keepdims=True), ranges, 0)
 
     def _prompt_ranges_spec(self, batch: int, heads: int) -> ArraySpec:
@@ -216,10 +216,10 @@ class KVQuantCodec(OneSideCodec):
         if self.unmet_outliers is None:
             return None
         width, rows = heads * self.format.channels, {"k": "keys", "v": "values"}[self.side]
-        least = sparse_outliers.smallest_fraction(width)
+        minimum = sparse_outliers.smallest_fraction(width)
         return (
             f"{rows} have no outliers in full precision: outliers={self.unmet_outliers:g} is less"
-            f" than one of a token's {width} entries; from outliers={least:g} on they do"
+            f" than one of a token's {width} entries; from outliers={minimum:g} on they do"
         )
 
     def _kernel_arrays(self, params: Tree, body: CodebookArray) -> list[Any]:

@@ -114,8 +114,8 @@ def read(rows: Float[Array, "S T K H"], turn: Turn, rounding: Rounding) -> Float
     turned = jnp.einsum("stkh,khe->stke", rows, turn, precision=lax.Precision.HIGHEST)
     if rounding.kept:
         index = min(int(rounding.kept * turned.shape[-1]), turned.shape[-1] - 1)
-        most = lax.stop_gradient(jnp.sort(jnp.abs(turned), axis=-1)[..., index, None])
-        turned = jnp.clip(turned, -most, most)
+        maximum = lax.stop_gradient(jnp.sort(jnp.abs(turned), axis=-1)[..., index, None])
+        turned = jnp.clip(turned, -maximum, maximum)
     groups = turned.reshape(*turned.shape[:-1], -1, rounding.group)
     low, high = (end(groups, axis=-1, keepdims=True) for end in (jnp.min, jnp.max))
     step = jnp.maximum(high - low, 1e-8) / (2**rounding.bits - 1)

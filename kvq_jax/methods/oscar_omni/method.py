@@ -17,7 +17,7 @@ from kvq_jax.methods.base import Method, PerLayer, Windows, at_layer, option, sc
 from kvq_jax.types.array_types import ModelDims
 
 BITS = (2, 3, 4, 8)
-LEAST = 2.0**-24  # of a scale, for tokens of zeros
+MIN_SCALE = 2.0**-24  # of a scale, for tokens of zeros
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +26,7 @@ class TokenSizeCodec(ScaledCodec):
     which the paper's norm differs by a constant."""
 
     def second_scale(self, rows: Float[Array, "B K T H"]) -> Float[Array, "B 1 T 1"]:
-        return jnp.maximum(jnp.sqrt(jnp.mean(rows**2, axis=(1, 3), keepdims=True)), LEAST)
+        return jnp.maximum(jnp.sqrt(jnp.mean(rows**2, axis=(1, 3), keepdims=True)), MIN_SCALE)
 
 
 @dataclasses.dataclass(frozen=True)

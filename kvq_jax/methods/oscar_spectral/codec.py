@@ -20,7 +20,7 @@ from kvq_jax.codecs.fitting import Rows, check_rows
 from kvq_jax.codecs.grouped import GroupedCodec
 from kvq_jax.codecs.kernels import Kernels, unserved
 from kvq_jax.codecs.learning import Learning, required
-from kvq_jax.codecs.rotating import LARGEST_ENTRY
+from kvq_jax.codecs.rotating import MAX_ENTRY
 from kvq_jax.types.array_types import ArraySpec, Axis, CachedRows, Tree
 from kvq_jax.types.rope import Rope
 
@@ -37,11 +37,11 @@ class SpectralCodec(GroupedCodec):
     kept: float = 0.0
 
     def quantize(self, params: Tree, stats: Tree, rows: CachedRows, at: TokensAt) -> GroupedArray:
-        turned = _times(finite_rows(rows, LARGEST_ENTRY), turn_of(params))
+        turned = _times(finite_rows(rows, MAX_ENTRY), turn_of(params))
         if self.kept:
             index = min(int(self.kept * turned.shape[-1]), turned.shape[-1] - 1)
-            most = jnp.sort(jnp.abs(turned), axis=-1)[..., index, None]
-            turned = jnp.clip(turned, -most, most)
+            maximum = jnp.sort(jnp.abs(turned), axis=-1)[..., index, None]
+            turned = jnp.clip(turned, -maximum, maximum)
         return grouped_array.quantize(turned, self.format)
 
     def dequantize(self, params: Tree, stats: Tree, body: GroupedArray) -> CachedRows:

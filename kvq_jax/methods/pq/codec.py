@@ -18,7 +18,7 @@ from kvq_jax.codecs.fitting import Rows
 from kvq_jax.codecs.kernels import Kernels, unserved
 from kvq_jax.codecs.learning import Learning, required
 from kvq_jax.codecs.one_side import OneSideCodec
-from kvq_jax.codecs.rotating import LARGEST_ENTRY
+from kvq_jax.codecs.rotating import MAX_ENTRY
 from kvq_jax.methods.pq import fit
 from kvq_jax.types.array_types import ArraySpec, Axis, CachedRows, Tree
 from kvq_jax.types.rope import Rope
@@ -58,7 +58,7 @@ class ProductCodec(OneSideCodec):
 
     def quantize(self, params: Tree, stats: Tree, rows: CachedRows, at: TokensAt) -> Words:
         params = calibrated(params)
-        groups = cut(finite_rows(rows, LARGEST_ENTRY), self.group_size)
+        groups = cut(finite_rows(rows, MAX_ENTRY), self.group_size)
 
         def nearest(
             group: tuple[

@@ -35,7 +35,7 @@ from kvq_jax.types.rope import Rope, cosines_and_sines
 QUERY_CHUNK = 1024  # tokens of a prompt whose queries are widened to fp32 at a time
 # Bounds lam S^2: an error along such a direction is cut to 1e-5 of itself, and P^-1 can still be
 # factored in fp32.
-LARGEST_WEIGHT = 1e5
+MAX_WEIGHT = 1e5
 
 
 def gram(
@@ -132,7 +132,7 @@ def updates(
     computed in fp32.
     """
     head_dim = vectors.shape[-2]
-    weights = jnp.minimum(lam * values, LARGEST_WEIGHT)
+    weights = jnp.minimum(lam * values, MAX_WEIGHT)
     shrink = _product("bkhr,bkr,bkir->bkhi", vectors, weights / (1 + weights), vectors)
     factor = jnp.linalg.cholesky(jnp.eye(head_dim, dtype=jnp.float32)[None, None] - shrink)
     columns = []

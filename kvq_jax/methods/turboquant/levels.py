@@ -19,7 +19,7 @@ import numpy as np
 
 GRID = 1 << 16
 TOLERANCE = 1e-12
-MOST_TURNS = 20_000
+MAX_TURNS = 20_000
 
 
 @functools.cache
@@ -43,7 +43,7 @@ def sphere_levels(bits: int, channels: int) -> tuple[float, ...]:
 
     count = 2**bits
     levels = np.interp((np.arange(count) + 0.5) / count * mass[-1], mass, t)
-    for _ in range(MOST_TURNS):
+    for _ in range(MAX_TURNS):
         ends = np.concatenate([[-1], (levels[1:] + levels[:-1]) / 2, [1]])
         new = np.diff(moment_to(ends)) / np.diff(mass_to(ends))
         new = (new - new[::-1]) / 2

@@ -22,7 +22,7 @@ from kvq_jax.codecs.dots import weigh_rows
 from kvq_jax.codecs.fitting import Rows
 from kvq_jax.codecs.kernels import Kernels, table_of
 from kvq_jax.codecs.learning import Compact, Learning
-from kvq_jax.codecs.rotating import LARGEST_ENTRY
+from kvq_jax.codecs.rotating import MAX_ENTRY
 from kvq_jax.codecs.runs import FISHER, RunsCodec, calibrated
 from kvq_jax.methods.waterfill import fit, matrices
 from kvq_jax.types.array_types import ArraySpec, Axis, CachedRows, Tree
@@ -184,7 +184,7 @@ class RotatedValueCodec(RunsCodec):
         return Learning()
 
     def analysed(self, params: Tree, rows: CachedRows) -> Float[Array, "B K T H"]:
-        return turn(finite_rows(rows, LARGEST_ENTRY))
+        return turn(finite_rows(rows, MAX_ENTRY))
 
     def dequantize(self, params: Tree, stats: Tree, body: RunArray) -> CachedRows:
         return self._turned_back(run_array.levels(body) * run_array.factor(body.scale))

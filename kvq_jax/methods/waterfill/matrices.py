@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Shaped
 
 from kvq_jax.types.array_types import ArraySpec, Axis, Tree
 
-LARGEST_CODE = 32767
+MAX_CODE = 32767
 CHANNELS = {"analysis": -1, "synthesis": -2}  # the axis of the basis's channels
 
 
@@ -34,7 +34,7 @@ def stored(matrices: Tree) -> dict[str, Shaped[Array, "..."]]:
     """Return the arrays of both matrices, given as [K, H, H] fp32 by their names."""
     arrays = {}
     for name, axis in CHANNELS.items():
-        unit = jnp.max(jnp.abs(matrices[name]), axis=-3 - axis, keepdims=True) / LARGEST_CODE
+        unit = jnp.max(jnp.abs(matrices[name]), axis=-3 - axis, keepdims=True) / MAX_CODE
         codes = jnp.round(matrices[name] / jnp.where(unit > 0, unit, 1))
         arrays |= {name: codes.astype(jnp.int16), f"{name}_unit": jnp.squeeze(unit, -3 - axis)}
     return arrays

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Float, Int
 
-from kvq_jax.arrays.reverse_water_filling import MOST, allocate
+from kvq_jax.arrays.reverse_water_filling import MAX_BITS, allocate
 
 TEMPLATE_FALL = 4.0  # bits, from the strongest channel to the weakest, without a calibration
 CHUNK = 8  # channels for each 64 of a head, which are 8 chunks
@@ -51,10 +51,10 @@ def read(name: str, number: int, head_dim: int) -> tuple[int, ...]:
             f"{name}={number} cuts {head_dim} channels into {len(widths)} chunks, which are no"
             " whole RoPE pairs"
         )
-    if any(a < b for a, b in itertools.pairwise(widths)) or widths[0] > MOST:
+    if any(a < b for a, b in itertools.pairwise(widths)) or widths[0] > MAX_BITS:
         raise ValueError(
-            f"{name}={number} must be widths of at most {MOST} bits, the widest first: channels are"
-            " sorted by energy"
+            f"{name}={number} must be widths of at most {MAX_BITS} bits, the widest first: channels"
+            " are sorted by energy"
         )
     return widths
 
@@ -74,11 +74,11 @@ def template(bits: float, head_dim: int) -> tuple[tuple[int, ...], tuple[int, ..
     """
     chunks = template_chunks(head_dim)
     budget = math.floor(2 * chunks * (bits - 8 / head_dim) + 1e-6)
-    if not 2 <= budget <= 2 * chunks * MOST:
-        least, most = 1 / chunks + 8 / head_dim, MOST + 8 / head_dim
+    if not 2 <= budget <= 2 * chunks * MAX_BITS:
+        minimum, maximum = 1 / chunks + 8 / head_dim, MAX_BITS + 8 / head_dim
         raise ValueError(
-            f"bits={bits:g} cannot be stored with heads of {head_dim} channels: between {least:g}"
-            f" and {most:g} can"
+            f"bits={bits:g} cannot be stored with heads of {head_dim} channels: between {minimum:g}"
+            f" and {maximum:g} can"
         )
     energies = 4.0 ** (-TEMPLATE_FALL * (np.arange(chunks) + 0.5) / chunks)
     keys, values = (

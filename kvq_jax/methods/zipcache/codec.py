@@ -24,7 +24,7 @@ from kvq_jax.types.pytree import describe, pytree
 from kvq_jax.types.rope import Rope
 
 MASK_BITS = 8  # of a byte of the mask: neighbouring tokens, the first in the lowest bit
-LEAST_NORM = 2.0**-14  # of a channel: float16's least normal number
+MIN_NORM = 2.0**-14  # of a channel: float16's least normal number
 
 
 @pytree
@@ -212,4 +212,4 @@ def _shifts() -> UInt8[Array, "1 1 1 bits"]:
 
 def _norms(norm: Float[Array, "B K n H"]) -> Float[Array, "B K n 1 H"]:
     """Return the divisors of values, from the norms as stored."""
-    return jnp.maximum(norm.astype(jnp.float32), LEAST_NORM)[..., None, :]
+    return jnp.maximum(norm.astype(jnp.float32), MIN_NORM)[..., None, :]

@@ -23,7 +23,7 @@ from kvq_jax.types.array_types import LayerInputs, LengthsB
 
 KEY_CHUNK = 1024  # keys of a prompt that all probes meet at a time
 GOLDEN_RATIO = 0.6180339887498949
-LARGEST_LOG = 30.0  # of a key behind the probes, whose denominator does not count it
+MAX_LOG = 30.0  # of a key behind the probes, whose denominator does not count it
 DTYPE = "float16"  # of stored queries
 
 Probes = dict[str, Array]  # queries [B, N, P, H], normalizers [B, N, P], positions [B, P]
@@ -99,7 +99,7 @@ def saliency(
         keys.shape[0], heads, -1, probes["positions"].shape[1]
     )
     logits = _logits(attention, _by_kv_head(probes["queries"], heads), keys)
-    weights = jnp.exp(jnp.minimum(logits - normalizers[..., None], LARGEST_LOG))
+    weights = jnp.exp(jnp.minimum(logits - normalizers[..., None], MAX_LOG))
     seen = _sees(attention, probes["positions"][:, :, None], positions[:, None])
     seen = seen | ~jnp.any(seen, axis=1, keepdims=True)
     count = jnp.sum(

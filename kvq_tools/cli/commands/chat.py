@@ -15,7 +15,7 @@ from kvq_tools.cli import console, inputs, interruption, one_cache, sampling_opt
 from kvq_tools.cli.continuation import Continuation
 from kvq_tools.cli.conversation import AnswerSettings, Conversation
 from kvq_tools.cli.handover import SavedPrompt
-from kvq_tools.cli.options.chat import COMMANDS, MOST_CAPACITY
+from kvq_tools.cli.options.chat import COMMANDS, MAX_DEFAULT_CAPACITY
 from kvq_tools.cli.tables import print_line
 
 PROMPT = "> "
@@ -65,7 +65,7 @@ def _checked(
     opening = [] if options.system is None else [{"role": "system", "content": options.system}]
     text_input.render_chat(tokenizer, [*opening, {"role": "user", "content": "Hello"}])
     if saved is None:
-        capacity = options.capacity or min(MOST_CAPACITY, config.positions)
+        capacity = options.capacity or min(MAX_DEFAULT_CAPACITY, config.positions)
         inputs.warn_beyond(capacity, config)
     else:
         _check_saved(options, saved)

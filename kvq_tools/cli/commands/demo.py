@@ -32,7 +32,7 @@ from kvq_tools.evaluation.results import finite
 from kvq_tools.evaluation.text import passage
 
 MODEL_DTYPE = "float32"
-FEWEST_TOKENS = 32  # least length of a text, so that both halves are meaningful
+MIN_TOKENS = 32  # least length of a text, so that both halves are meaningful
 SAMPLING = Sampling(temperature=0.7, top_p=0.9)  # a small model repeats itself if it is greedy
 
 
@@ -100,9 +100,9 @@ def make_task(ids: list[int], config: LlamaConfig, context: int, new_tokens: int
     """Split a text of at most `context` tokens in the middle."""
     ids = ids[: min(context, config.positions)]
     text_input.check_tokens(ids, config)
-    if len(ids) < FEWEST_TOKENS:
+    if len(ids) < MIN_TOKENS:
         raise console.UserError(
-            f"the demo needs a text and a context of at least {FEWEST_TOKENS} tokens, but has"
+            f"the demo needs a text and a context of at least {MIN_TOKENS} tokens, but has"
             f" {len(ids)}"
         )
     prompt, rest = ids[: len(ids) // 2], ids[len(ids) // 2 :]

@@ -7,7 +7,7 @@ import textwrap
 
 from kvq_tools.cli.options import shared
 
-MOST_CAPACITY = 4096  # tokens of a cache by default, if the model has as many positions
+MAX_DEFAULT_CAPACITY = 4096  # tokens of a cache by default, if the model has as many positions
 
 COMMANDS = """\
 /reset   forget the conversation and start again with an empty cache
@@ -57,7 +57,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         parser,
         "--capacity",
         "S",
-        f"tokens that the cache can hold (default: {MOST_CAPACITY}, at most the positions "
+        f"tokens that the cache can hold (default: {MAX_DEFAULT_CAPACITY}, at most the positions "
         "that the model was trained for)",
     )
     shared.add_mesh(parser)

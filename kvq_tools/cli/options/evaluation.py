@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 
 from kvq_tools.cli.options import shared, values
-from kvq_tools.evaluation.defaults import BATCH, BUCKETS, CHUNK, MODES, MOST_WINDOW, PROMPT, STEP
+from kvq_tools.evaluation.defaults import BATCH, BUCKETS, CHUNK, MAX_WINDOW, MODES, PROMPT, STEP
 
 
 def add_request(parser: argparse.ArgumentParser, required: bool = True) -> None:
@@ -28,7 +28,7 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
         parser,
         "--window",
         "W",
-        f"tokens per window (default: the model's max_position_embeddings, at most {MOST_WINDOW})",
+        f"tokens per window (default: the model's max_position_embeddings, at most {MAX_WINDOW})",
     )
     shared.add_number(
         parser, "--stride", "S", "tokens from one window to the next (default: half a window)"

@@ -6,7 +6,7 @@ import argparse
 
 from kvq_tools.cli.options import shared, values
 
-MOST_DRAFTS = 256  # a step computes logits for each
+MAX_DRAFTS = 256  # a step computes logits for each
 
 DESCRIPTION = """\
 Continues a prompt with a Llama-family checkpoint whose keys and values go
@@ -80,5 +80,5 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "N",
         "prompt-lookup decoding: draft up to N tokens per step from earlier text; output "
         "is unchanged (default: none)",
-        type=values.integer(1, MOST_DRAFTS),
+        type=values.integer(1, MAX_DRAFTS),
     )

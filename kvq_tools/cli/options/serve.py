@@ -7,7 +7,7 @@ import argparse
 from kvq_models.inference.engine.limits import QUEUE_LIMIT, SLOTS
 from kvq_tools.cli.options import shared, values
 
-MOST_GRACE = 86_400  # a day
+MAX_GRACE = 86_400  # a day
 
 DESCRIPTION = f"""\
 Serves a Llama-family checkpoint with OpenAI's API: /v1/chat/completions,
@@ -151,7 +151,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         "--grace",
         "SECONDS",
         "how long answers may take after SIGTERM",
-        type=values.integer(1, MOST_GRACE),
+        type=values.integer(1, MAX_GRACE),
         default=60,
     )
     parser.add_argument(

@@ -6,11 +6,11 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from kvq_models.inference.engine.limits import MOST_SLOTS, SLOTS
+from kvq_models.inference.engine.limits import MAX_SLOTS, SLOTS
 from kvq_tools.cli.console import UserError
 from kvq_tools.cli.options import values
 
-MOST_SAMPLES = 65_536  # samples of a text are drawn at once
+MAX_SAMPLES = 65_536  # samples of a text are drawn at once
 DTYPES = ("float32", "bfloat16")
 
 MODEL_HELP = (
@@ -195,7 +195,7 @@ def add_samples(parser: argparse.ArgumentParser, samples: int, length: int, *, r
         "--samples",
         "N",
         "random samples of the text",
-        type=values.integer(1, MOST_SAMPLES),
+        type=values.integer(1, MAX_SAMPLES),
         default=samples,
     )
     add_number(
@@ -241,7 +241,7 @@ def add_size(parser: argparse.ArgumentParser, *, capacity: bool = True) -> None:
         "--memory",
         "BYTES",
         "memory for the caches, such as 8GiB: uses as many slots as fit, at most "
-        f"{MOST_SLOTS} (weights not counted)",
+        f"{MAX_SLOTS} (weights not counted)",
         type=values.byte_size,
     )
     add_number(

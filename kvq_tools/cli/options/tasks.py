@@ -8,9 +8,9 @@ from kvq_tools.cli.options import shared, values
 
 BATCH = 4
 
-MOST_LENGTH = 4096  # the largest default length
+MAX_DEFAULT_LENGTH = 4096
 
-SAMPLES, MOST_SAMPLES = 4, 10_000  # samples of each length and depth
+SAMPLES, MAX_SAMPLES = 4, 10_000  # samples of each length and depth
 
 
 def add_arguments(
@@ -57,7 +57,7 @@ def add_generator_arguments(parser: argparse.ArgumentParser, text: str | None = 
         type=_integers,
         help=(
             "tokens of prompt and answer (default: a quarter, a half and all of the model's "
-            f"positions, of at most {MOST_LENGTH}, as far as the question fits)"
+            f"positions, of at most {MAX_DEFAULT_LENGTH}, as far as the question fits)"
         ),
     )
     if text is not None:

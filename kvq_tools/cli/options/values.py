@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from kvq_tools.cli.console import UserError
 
-MOST_SEED = 2**32 - 1
-MOST_BYTES = 2**60  # so that a count of the tokens in them is an index
+MAX_SEED = 2**32 - 1
+MAX_BYTES = 2**60  # so that a count of the tokens in them is an index
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
 
@@ -23,12 +23,16 @@ def refusal(command: str, argument: str, why: str) -> UserError:
     return UserError(f"argument {argument}: {why} (see kvq {command} --help)")
 
 
-def integer(least: int, most: int | None = None) -> Callable[[str], int]:
-    """Return the parser of an integer from `least` to `most`."""
-    allowed = f"of at least {least}" if most is None else f"from {least} to {most}"
+def integer(minimum: int, maximum: int | None = None) -> Callable[[str], int]:
+    """Return the parser of an integer from `minimum` to `maximum`."""
+    allowed = f"of at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
 
     def parse(text: str) -> int:
-        if not text.isdecimal() or int(text) < least or (most is not None and int(text) > most):
+        if (
+            not text.isdecimal()
+            or int(text) < minimum
+            or (maximum is not None and int(text) > maximum)
+        ):
             raise argparse.ArgumentTypeError(f"{text!r} must be an integer {allowed}")
         return int(text)
 
@@ -37,7 +41,7 @@ def integer(least: int, most: int | None = None) -> Callable[[str], int]:
 
 count = integer(0)
 positive = integer(1)
-seed = integer(0, MOST_SEED)  # what every random generator accepts, and JAX does not cut
+seed = integer(0, MAX_SEED)  # what every random generator accepts, and JAX does not cut
 
 
 def file_name(text: str) -> str:
@@ -68,9 +72,9 @@ def byte_size(text: str) -> int:
     unit = (match[2] or "").lower()
     power = " kmgt".index(unit[0]) if unit else 0
     size = float(match[1]) * (1024 if unit.endswith("i") else 1000) ** power
-    if size > MOST_BYTES:
+    if size > MAX_BYTES:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is more than the largest size, {MOST_BYTES >> 40}TiB"
+            f"{text!r} is more than the largest size, {MAX_BYTES >> 40}TiB"
         )
     return int(size)
 

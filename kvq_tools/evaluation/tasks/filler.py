@@ -23,13 +23,13 @@ class NoRoomError(ValueError):
         self.lacking = tokens - budget
 
 
-def fitted(build: Callable[[int], list[int]], most: int, budget: int) -> list[int]:
+def fitted(build: Callable[[int], list[int]], maximum: int, budget: int) -> list[int]:
     """Return build(n), the tokens of a prompt with n units of filler, for about the largest n <=
     most that keeps it within `budget` tokens.
 
     Guesses n by proportion. Raises NoRoomError if even n = 0 is too long.
     """
-    low, high, ids = 0, most + 1, build(0)
+    low, high, ids = 0, maximum + 1, build(0)
     if len(ids) > budget:
         raise NoRoomError(len(ids), budget)
     per_unit = 1.0
@@ -61,10 +61,10 @@ def sentences(text: str) -> list[str]:
     return re.split(r"(?<=[.!?]) ", " ".join(text.split()))
 
 
-def excerpt(units: Sequence[str], most: int, rng: np.random.Generator) -> Sequence[str]:
-    """Return `most` neighbouring units from a random place, or all if there are fewer."""
-    start = int(rng.integers(0, max(len(units) - most, 0) + 1))
-    return units[start : start + most]
+def excerpt(units: Sequence[str], maximum: int, rng: np.random.Generator) -> Sequence[str]:
+    """Return `maximum` neighbouring units from a random place, or all if there are fewer."""
+    start = int(rng.integers(0, max(len(units) - maximum, 0) + 1))
+    return units[start : start + maximum]
 
 
 def depth_of(hidden: str, text: str) -> float | None:

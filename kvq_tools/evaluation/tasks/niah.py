@@ -42,7 +42,7 @@ FIELDS = Fields(
     {"input": str, "outputs": list}, {"answer_prefix": str}, filled=("input", "outputs")
 )
 ANSWER_PREFIX = " The special magic {things} for {keys} mentioned in the provided text {are}"
-LEAST_NEEDLE = 8  # tokens
+MIN_NEEDLE_TOKENS = 8
 
 
 SINGULAR = {"Some": "A", "are": "is", "are_all": "is"}
@@ -226,7 +226,7 @@ def _haystack(
         case _:
             others = (
                 (_drawn(kind.keys, rng), _drawn(kind.values, rng))
-                for _ in range(budget // LEAST_NEEDLE)
+                for _ in range(budget // MIN_NEEDLE_TOKENS)
             )
             return [_needle(kind, key, value) for key, value in others if key not in taken]
 

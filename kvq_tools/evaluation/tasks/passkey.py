@@ -117,8 +117,10 @@ def _sample(
     max_new_tokens: int,
 ) -> TaskSample:
     key, budget = str(rng.integers(10_000, 100_000)), length - max_new_tokens
-    dull, most = words(DULL), max(budget, 0)
-    filler = dull * (most // len(dull) + 1) if text is None else excerpt(words(text), most, rng)
+    dull, maximum = words(DULL), max(budget, 0)
+    filler = (
+        dull * (maximum // len(dull) + 1) if text is None else excerpt(words(text), maximum, rng)
+    )
     ids = fitted(
         lambda n: prompts.ids(question(key, filler[:n], depth), ANSWER_PREFIX), len(filler), budget
     )

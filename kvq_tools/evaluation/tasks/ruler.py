@@ -29,7 +29,7 @@ ALPHA, ZETA = 2.0, np.pi**2 / 6  # the distribution of coded words, and its sum 
 CODED = 3  # coded words that are asked for: the most frequent ones except the noise
 CODED_LETTERS = 6
 DOTS = "..."
-LEAST_WORDS = 64  # in a shorter coded text the fourth word may be as frequent as the third
+MIN_WORDS = 64  # in a shorter coded text the fourth word may be as frequent as the third
 
 VT = (
     "Memorize and track the chain(s) of variable assignment hidden in the following"
@@ -103,7 +103,7 @@ class Puzzle:
     question: Callable[[int], str]
     prefix: str
     answers: tuple[str, ...]
-    most: int
+    maximum: int
 
 
 def generated(
@@ -134,7 +134,7 @@ def _sample(
 ) -> TaskSample:
     budget = length - max_new_tokens
     puzzle = KINDS[kind](length, rng)
-    ids = fitted(lambda n: prompts.ids(puzzle.question(n), puzzle.prefix), puzzle.most, budget)
+    ids = fitted(lambda n: prompts.ids(puzzle.question(n), puzzle.prefix), puzzle.maximum, budget)
     if len(ids) < 0.8 * budget:
         raise ValueError(
             f"{kind} has too few different words to fill {length} tokens: give shorter lengths"
@@ -219,8 +219,8 @@ def common_words(length: int, rng: np.random.Generator) -> Puzzle:
     words = [word for word in words if not any(answer in word for answer in answers)]
     example, rest = words[: COMMON + often.example_others], words[COMMON + often.example_others :]
     prefix = CWE_PREFIX.format(count=COMMON)
-    most = len(rest) * ((often.common - 1) // often.other)
-    places = rng.random(COMMON * often.common + most * often.other)
+    maximum = len(rest) * ((often.common - 1) // often.other)
+    places = rng.random(COMMON * often.common + maximum * often.other)
 
     def asked(entries: Sequence[str]) -> str:
         return CWE.format(context=_numbered(_shuffled(entries, places)), count=COMMON)
@@ -233,7 +233,7 @@ def common_words(length: int, rng: np.random.Generator) -> Puzzle:
 
     listed = example[:COMMON] * often.example_common + example[COMMON:] * often.example_other
     shown = f"{asked(listed)}{prefix} {_numbered(example[:COMMON])}\n\n"
-    return Puzzle(question, prefix, tuple(answers), most)
+    return Puzzle(question, prefix, tuple(answers), maximum)
 
 
 def _numbered(words: Sequence[str]) -> str:
@@ -250,10 +250,10 @@ def frequent_words(length: int, rng: np.random.Generator) -> Puzzle:
             lambda: _letters(string.ascii_lowercase, CODED_LETTERS, rng),
         ),
     )
-    places = rng.random(LEAST_WORDS + length)
+    places = rng.random(MIN_WORDS + length)
 
     def question(more: int) -> str:
-        counts = ((LEAST_WORDS + more) * np.arange(1, len(words) + 1) ** -ALPHA / ZETA).astype(int)
+        counts = ((MIN_WORDS + more) * np.arange(1, len(words) + 1) ** -ALPHA / ZETA).astype(int)
         return FWE.format(context=" ".join(_shuffled(np.repeat(words, counts).tolist(), places)))
 
     return Puzzle(question, FWE_PREFIX, words[1 : CODED + 1], length)

@@ -18,7 +18,7 @@ from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama
 from kvq_tools.evaluation.tasks.sample import AnswerRule, Scores, TaskPrompts, TaskSample
 
-SHORTEST = 64  # tokens of a cache, at least
+MIN_CAPACITY = 64  # tokens of a cache, at least
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +59,7 @@ def capacity(sample: TaskSample, config: LlamaConfig) -> int:
     model's positions, on which dynamic RoPE depends. There are few different capacities, because
     each is a program to compile."""
     need = len(sample.prompt) + sample.max_new_tokens
-    step = max(SHORTEST, 2 ** (max(need - 1, 1).bit_length() - 1) // 4)
+    step = max(MIN_CAPACITY, 2 ** (max(need - 1, 1).bit_length() - 1) // 4)
     return min(-(-need // step) * step, config.positions)
 
 

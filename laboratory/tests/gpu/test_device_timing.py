@@ -40,5 +40,5 @@ def test_enough_copies_are_rotated_to_leave_the_cache():
     assert timing.is_cold(30_000_000)
     assert timing.copies(1 << 30) == 1
     assert timing.is_cold(1 << 30)
-    assert timing.copies(1000) == timing.most_copies
+    assert timing.copies(1000) == timing.max_copies
     assert not timing.is_cold(1000)

@@ -20,7 +20,7 @@ from benchmarks.gpu.report import GpuReport, KernelRow
 from pallas_kernels.launch import Launch
 
 TIMING = Timing(
-    samples=2, seconds=0, most_copies=1, copy_bytes=1 << 20
+    samples=2, seconds=0, max_copies=1, copy_bytes=1 << 20
 )  # each copy is another call to compile
 INTERPRETED = (Launch(interpret=True),)
 MODEL = "Llama-3.2-1B"

@@ -37,7 +37,7 @@ SERVED = (
 def row(spec: str) -> KernelRow:
     """Return the row of one cache in the benchmark."""
     report = GpuReport.here("Kernels of a test", ("benchmarks.gpu.kernels",))
-    timing = Timing(samples=1, seconds=0, most_copies=1, copy_bytes=1 << 20)
+    timing = Timing(samples=1, seconds=0, max_copies=1, copy_bytes=1 << 20)
     [task] = (
         task for task in attention_tasks(SHAPE, INTERPRETED, (spec,)) if task.candidate == spec
     )

@@ -90,4 +90,4 @@ def test_interpreted_steps_are_those_of_xla(tmp_path: pathlib.Path):
     assert status == 0
     assert found.failure == ""
     assert found.error is not None
-    assert 0 < found.error < found.most_error
+    assert 0 < found.error < found.max_error

@@ -41,7 +41,7 @@ from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import HiddenBTD, Layer, Llama, layer_forward
 from kvq_models.llama.packed_loading import dense_llama
 from kvq_models.llama.packed_weights import Weight
-from kvq_models.llama.quantized.dense_and_sparse import MOST_INPUTS, WORD
+from kvq_models.llama.quantized.dense_and_sparse import MAX_INPUTS, WORD
 from kvq_models.llama.rope import ropes_for
 from kvq_models.llama.tabled_weights import packed_rows
 
@@ -49,7 +49,7 @@ PROJECTIONS = (  # paths of the leaves of a layer's projections
     *(f"{name}_proj.kernel" for name in "qkvo"),
     *(f"mlp.{name}_proj.kernel" for name in ("gate", "up", "down")),
 )
-MOST_SPARSE = 0.1
+MAX_SPARSE = 0.1
 # share of the unquantized weights that sensitivity selects: SqueezeLLM's 0.05 of 0.45 %
 OF_SENSITIVITY = 1 / 9
 # share of a row's mean F that is added to each: weights without a gradient in the text still count
@@ -93,14 +93,14 @@ def check_request(
     if packed and bits != 4:
         raise ValueError(f"{bits=} cannot be packed: packed weights have 4 bits")
     widths = {config.hidden_size, config.num_attention_heads * config.head_dim}
-    narrow = [n for n in sorted(widths | {config.intermediate_size}) if n % WORD or n > MOST_INPUTS]
+    narrow = [n for n in sorted(widths | {config.intermediate_size}) if n % WORD or n > MAX_INPUTS]
     if packed and narrow:
         raise ValueError(
             f"matrices of {narrow[0]} inputs cannot be packed: it takes a multiple of {WORD}, at"
-            f" most {MOST_INPUTS}"
+            f" most {MAX_INPUTS}"
         )
-    if not 0 <= sparse <= MOST_SPARSE:
-        raise ValueError(f"{sparse=} must be a fraction between 0 and {MOST_SPARSE:g}")
+    if not 0 <= sparse <= MAX_SPARSE:
+        raise ValueError(f"{sparse=} must be a fraction between 0 and {MAX_SPARSE:g}")
     text_samples.check(token_ids, samples, length, config)
 
 

@@ -102,8 +102,8 @@ def generation_settings(
     typed = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     if np.ndim(key) != (0 if typed else 1):
         raise ValueError(f"key must be one key, such as jax.random.key(0), got {_shown(key)}")
-    most = positive("max_new_tokens", max_new_tokens)
-    return GenerationSettings(most, key, sampling, tuple(eos_ids), implementation)
+    maximum = positive("max_new_tokens", max_new_tokens)
+    return GenerationSettings(maximum, key, sampling, tuple(eos_ids), implementation)
 
 
 def _shown(key: Any) -> str:
@@ -188,11 +188,11 @@ def stream(
 ) -> Iterator[Generated]:
     """Continue from the loop's first state (`begun`) as `generate_stream` does."""
     model = FlatLlama(llama)
-    most, until = settings.max_new_tokens, 0
-    while until < most and not np.asarray(state.ended).all():
-        until = min(until + STREAM_STEPS, most)
+    maximum, until = settings.max_new_tokens, 0
+    while until < maximum and not np.asarray(state.ended).all():
+        until = min(until + STREAM_STEPS, maximum)
         state = advance(model, state, settings, jnp.int32(until))
-        yield generated(state, most)
+        yield generated(state, maximum)
 
 
 def generated(state: GenerationState, max_new_tokens: int) -> Generated:

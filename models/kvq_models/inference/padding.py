@@ -16,13 +16,13 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Int32, Shaped
 
-SHORTEST = 16
+MIN_WIDTH = 16
 
 
 def bucket(tokens: int) -> int:
     """Return the width of the program that serves this many tokens."""
-    width = max(SHORTEST, 1 << (tokens - 1).bit_length())
-    return width * 3 // 4 if width > SHORTEST and tokens <= width * 3 // 4 else width
+    width = max(MIN_WIDTH, 1 << (tokens - 1).bit_length())
+    return width * 3 // 4 if width > MIN_WIDTH and tokens <= width * 3 // 4 else width
 
 
 def padded(

@@ -15,17 +15,17 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32, UInt32
 
 from kvq_jax.types.pytree import pytree
 from kvq_models.inference.sampling import (
-    LEAST_TEMPERATURE,
+    MIN_TEMPERATURE,
     Sampling,
     best_token,
-    least_of_count,
-    least_of_mass,
+    min_of_count,
+    min_of_mass,
     random_token,
 )
 
 Given = Array | np.ndarray
 
-MOST_ALTERNATIVES = 20  # probable tokens that can be reported besides the drawn one
+MAX_ALTERNATIVES = 20  # probable tokens that can be reported besides the drawn one
 
 
 @pytree
@@ -123,7 +123,7 @@ def most_likely(
 ) -> tuple[Int[Array, "*rows A"], Float[Array, "*rows A"]]:
     """Return the most probable tokens and their logits, the best first, or zeros if they are not
     `wanted`."""
-    count = min(MOST_ALTERNATIVES, logits.shape[-1])
+    count = min(MAX_ALTERNATIVES, logits.shape[-1])
 
     def nothing() -> tuple[Array, Array]:
         shape = (*logits.shape[:-1], count)
@@ -137,23 +137,23 @@ def filter_rows(logits: Float[Array, "B V"], rules: RowRules) -> Float[Array, "B
     """Apply `filter_logits` to each row by its own rule. Rows of temperature 0 count as temperature
     1."""
     samples = rules.temperature > 0
-    temperature = jnp.maximum(rules.temperature, LEAST_TEMPERATURE)
+    temperature = jnp.maximum(rules.temperature, MIN_TEMPERATURE)
     logits = logits / jnp.where(samples, temperature, 1)[:, None]
     counts, sums = samples & (rules.top_k > 0), samples & (rules.top_p < 1)
-    least = jnp.full(len(logits), -jnp.inf)
-    least = lax.cond(
+    minimum = jnp.full(len(logits), -jnp.inf)
+    minimum = lax.cond(
         jnp.any(counts),
-        lambda: jnp.where(counts, least_of_count(logits, jnp.asarray(rules.top_k)), least),
-        lambda: least,
+        lambda: jnp.where(counts, min_of_count(logits, jnp.asarray(rules.top_k)), minimum),
+        lambda: minimum,
     )
-    least = lax.cond(
+    minimum = lax.cond(
         jnp.any(sums),
-        lambda: jnp.where(sums, least_of_mass(logits, least, jnp.asarray(rules.top_p)), least),
-        lambda: least,
+        lambda: jnp.where(sums, min_of_mass(logits, minimum, jnp.asarray(rules.top_p)), minimum),
+        lambda: minimum,
     )
     # log(0) is -inf: no bound
-    least = jnp.maximum(least, jnp.max(logits, axis=-1) + jnp.log(rules.min_p))
-    return jnp.where(logits >= least[:, None], logits, -jnp.inf)
+    minimum = jnp.maximum(minimum, jnp.max(logits, axis=-1) + jnp.log(rules.min_p))
+    return jnp.where(logits >= minimum[:, None], logits, -jnp.inf)
 
 
 def _random(logits: Float[Array, "B V"], rules: RowRules) -> Int[Array, "B"]:

@@ -12,8 +12,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Key, UInt32
 
 SIGN = np.uint32(1 << 31)  # the bit of the sign of a float32
-LEAST_TEMPERATURE = 1e-30  # dividing logits by less overflows float32
-MOST_TEMPERATURE = 3.4e38  # the largest float32; JSON has integers that no float holds
+MIN_TEMPERATURE = 1e-30  # dividing logits by less overflows float32
+MAX_TEMPERATURE = 3.4e38  # the largest float32; JSON has integers that no float holds
 
 
 # functions that make a Python number of each choice, or fail
@@ -50,7 +50,7 @@ class Sampling:
             if number is None:
                 kind = "an integer" if plain is operator.index else "a number"
                 raise ValueError(f"{name}={reprlib.repr(value)} must be {kind}")
-        if not 0 <= self.temperature <= MOST_TEMPERATURE:
+        if not 0 <= self.temperature <= MAX_TEMPERATURE:
             raise ValueError(
                 f"temperature={reprlib.repr(self.temperature)} must be at least 0 (0 is greedy) and"
                 " finite"
@@ -81,34 +81,34 @@ def best_token(logits: Float[Array, "*rows V"]) -> Int[Array, "*rows"]:
 def filter_logits(logits: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B V"]:
     """Return logits divided by the temperature, with -inf for tokens that top_k, top_p and min_p
     exclude. The best always stays."""
-    logits = logits / max(sampling.temperature, LEAST_TEMPERATURE)
-    least = jnp.full(len(logits), -jnp.inf)
+    logits = logits / max(sampling.temperature, MIN_TEMPERATURE)
+    minimum = jnp.full(len(logits), -jnp.inf)
     if sampling.top_k:
-        least = least_of_count(logits, jnp.full(len(logits), sampling.top_k))
+        minimum = min_of_count(logits, jnp.full(len(logits), sampling.top_k))
     if sampling.top_p < 1:
-        least = least_of_mass(logits, least, jnp.full(len(logits), sampling.top_p))
+        minimum = min_of_mass(logits, minimum, jnp.full(len(logits), sampling.top_p))
     if sampling.min_p:
-        least = jnp.maximum(least, jnp.max(logits, axis=-1) + jnp.log(sampling.min_p))
-    return jnp.where(logits >= least[:, None], logits, -jnp.inf)
+        minimum = jnp.maximum(minimum, jnp.max(logits, axis=-1) + jnp.log(sampling.min_p))
+    return jnp.where(logits >= minimum[:, None], logits, -jnp.inf)
 
 
-def least_of_count(logits: Float[Array, "B V"], count: Int[Array, "B"]) -> Float[Array, "B"]:
+def min_of_count(logits: Float[Array, "B V"], count: Int[Array, "B"]) -> Float[Array, "B"]:
     """Return the smallest logit that top_k keeps in each row: its largest number `count`, or -inf
     if it has fewer."""
-    return _least(logits, jnp.ones_like(logits), count.astype(jnp.float32))
+    return _minimum(logits, jnp.ones_like(logits), count.astype(jnp.float32))
 
 
-def least_of_mass(
-    logits: Float[Array, "B V"], least: Float[Array, "B"], mass: Float[Array, "B"]
+def min_of_mass(
+    logits: Float[Array, "B V"], minimum: Float[Array, "B"], mass: Float[Array, "B"]
 ) -> Float[Array, "B"]:
-    """Return the smallest logit that top_p keeps in each row, of those from `least` on: more
+    """Return the smallest logit that top_p keeps in each row, of those from `minimum` on: more
     probable tokens have less than `mass` of the probability."""
     best = jnp.max(logits, axis=-1, keepdims=True)
-    weights = jnp.where(logits >= least[:, None], jnp.exp(logits - best), 0)
-    return _least(logits, weights, mass * jnp.sum(weights, axis=-1))
+    weights = jnp.where(logits >= minimum[:, None], jnp.exp(logits - best), 0)
+    return _minimum(logits, weights, mass * jnp.sum(weights, axis=-1))
 
 
-def _least(
+def _minimum(
     logits: Float[Array, "B V"], weights: Float[Array, "B V"], target: Float[Array, "B"]
 ) -> Float[Array, "B"]:
     """Return the largest x of each row with sum(weights[logits >= x]) >= target, or -inf.

@@ -133,8 +133,8 @@ def advance(
         first = best_token(now.logits)[:, None]
         known = _added(history, first, live(now)[:, None])
         asked = jnp.concatenate([first, look_up(known, drafts)], axis=1)  # [B, T]
-        most = 1 + jnp.minimum(until - now.lengths - 1, _room(now.cache))
-        count = jnp.where(live(now), jnp.clip(most, 1, 1 + drafts), 0)
+        maximum = 1 + jnp.minimum(until - now.lengths - 1, _room(now.cache))
+        count = jnp.where(live(now), jnp.clip(maximum, 1, 1 + drafts), 0)
         step = begin(
             now.cache,
             1 + drafts,

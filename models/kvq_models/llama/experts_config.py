@@ -16,7 +16,7 @@ NAMES = {
     "gpt_oss": "num_local_experts",
 }
 COUNTS = ("num_local_experts", "num_experts")
-MOST_EXPERTS = 1024  # twice llama.cpp's; weights are checked expert by expert
+MAX_EXPERTS = 1024  # twice llama.cpp's; weights are checked expert by expert
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,9 +46,9 @@ class ExpertsConfig:
         for name in ("swiglu_limit", "swiglu_alpha"):
             if getattr(self, name) is not None:
                 check_positive(name, getattr(self, name))
-        if self.count > MOST_EXPERTS:
+        if self.count > MAX_EXPERTS:
             raise ValueError(
-                f"config field experts.count={self.count} must be at most {MOST_EXPERTS}"
+                f"config field experts.count={self.count} must be at most {MAX_EXPERTS}"
             )
         if self.per_token > self.count:
             raise ValueError(

@@ -39,7 +39,7 @@ from kvq_models.llama.stored_tensor import CheckpointError
 Blocks = UInt8[np.ndarray, "O n _"]
 # bits of the exponent, all ones in a number that is not finite
 _EXPONENTS = {"float16": np.uint16(0x7C00), "bfloat16": np.uint16(0x7F80)}
-_MOST_EXPONENT = 252  # of MXFP4, whose largest number fits float32
+_MAX_EXPONENT = 252  # of MXFP4, whose largest number fits float32
 _LOW = np.uint32(0x0F0F0F0F)  # the low 4 bits of each byte of a word
 
 
@@ -135,7 +135,7 @@ def _packed(
 def _is_finite(rows: Shaped[np.ndarray, "O _"]) -> bool:
     """Return True if codes or factors stand for finite numbers."""
     if rows.dtype == np.uint8:  # powers of two, times 12 at most
-        return not rows.size or int(rows.max()) <= _MOST_EXPONENT
+        return not rows.size or int(rows.max()) <= _MAX_EXPONENT
     if rows.dtype == jnp.float8_e4m3fn:  # which has NaN and no infinity
         return not np.any(rows.view(np.uint8) & 127 == 127)
     if rows.dtype == np.float32:

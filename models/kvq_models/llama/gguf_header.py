@@ -27,7 +27,7 @@ from kvq_models.llama.stored_tensor import CheckpointError, lfs_pointer
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-_MOST_DIMENSIONS = 4
+_MAX_DIMENSIONS = 4
 _STRING, _ARRAY = 8, 9
 _SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 _LENGTH = struct.Struct("<Q")  # length of a text, before its bytes
@@ -99,7 +99,7 @@ class GgufHeader:
         for _ in range(count):
             name, at = self._text(at)
             (rank,) = self._numbers("<I", at)
-            if not 1 <= rank <= _MOST_DIMENSIONS:
+            if not 1 <= rank <= _MAX_DIMENSIONS:
                 raise CheckpointError(
                     f"{str(self.path)!r} holds tensor {name!r} of {rank} dimensions"
                 )

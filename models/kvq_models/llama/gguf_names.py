@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from kvq_models.llama.config import LlamaConfig
-from kvq_models.llama.experts_config import MOST_EXPERTS
+from kvq_models.llama.experts_config import MAX_EXPERTS
 from kvq_models.llama.gguf_header import GgufTensor
 from kvq_models.llama.stored_tensor import CheckpointError
 from kvq_models.llama.tensor_names import EXPERTS
@@ -113,10 +113,10 @@ def named(tensor: GgufTensor, architecture: str) -> Iterator[tuple[str, GgufTens
 
 
 def _expert_count(tensor: GgufTensor) -> int:
-    if len(tensor.shape) != 3 or tensor.shape[0] > MOST_EXPERTS:
+    if len(tensor.shape) != 3 or tensor.shape[0] > MAX_EXPERTS:
         raise CheckpointError(
             f"{str(tensor.file)!r} holds tensor {tensor.name!r} of shape {tensor.shape}, which is"
-            f" no matrix for each of at most {MOST_EXPERTS} experts"
+            f" no matrix for each of at most {MAX_EXPERTS} experts"
         )
     return tensor.shape[0]
 

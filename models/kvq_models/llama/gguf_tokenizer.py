@@ -53,7 +53,7 @@ ALIASES = {
 }
 _SPLITS = {name: name for name in PRE_TOKENIZERS}
 _SPLITS |= {alias: name for name, aliases in ALIASES.items() for alias in aliases}
-LONGEST_PIECE = 1024  # characters, at each of which SentencePiece's pieces are split
+MAX_PIECE_LENGTH = 1024  # characters, at each of which SentencePiece's pieces are split
 # keep a whole word of the vocabulary, before any merge, and begin with the first token
 WHOLE_WORDS = ("llama-bpe", "tekken")
 COMPOSED = ("qwen2",)  # text in Unicode's form NFC, in files of this name itself
@@ -235,10 +235,10 @@ def _merges(vocabulary: Mapping[str, int], scores: Sequence[float]) -> list[tupl
     piece are ordered by the ids of their parts. Raise ValueError for a piece that is too long to
     split."""
     scored = []
-    if (longest := max(map(len, vocabulary), default=0)) > LONGEST_PIECE:
+    if (longest := max(map(len, vocabulary), default=0)) > MAX_PIECE_LENGTH:
         raise ValueError(
             f"GGUF field tokenizer.ggml.tokens holds a piece of {longest} characters; at most"
-            f" {LONGEST_PIECE} are read"
+            f" {MAX_PIECE_LENGTH} are read"
         )
     for piece, number in vocabulary.items():
         splits = [

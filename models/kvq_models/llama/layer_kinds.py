@@ -11,14 +11,14 @@ from kvq_models.llama.families import LINEAR, Family
 
 WINDOWED_THROUGHOUT = ("mistral", "mixtral", "phi3")  # a window is of all layers
 
-MOST_LAYERS = 1024  # eight times the largest Llama; plans and weights are made layer by layer
+MAX_LAYERS = 1024  # eight times the largest Llama; plans and weights are made layer by layer
 
 
 def checked_layers(count: int) -> int:
-    """Return a number of layers. Raise ValueError for one beyond `MOST_LAYERS`, before a list of
+    """Return a number of layers. Raise ValueError for one beyond `MAX_LAYERS`, before a list of
     them is made."""
-    if count > MOST_LAYERS:
-        raise ValueError(f"config field num_hidden_layers={count} must be at most {MOST_LAYERS}")
+    if count > MAX_LAYERS:
+        raise ValueError(f"config field num_hidden_layers={count} must be at most {MAX_LAYERS}")
     return count
 
 

@@ -37,7 +37,7 @@ Weights: TypeAlias = Literal["packed", "dense"]
 
 # Bytes of a checkpoint's matrices of 16 bits below which the default is to widen them: they stay in
 # the processor's cache, so that a step does not wait for memory.
-LEAST_BYTES = 1 << 26
+MIN_BYTES = 1 << 26
 
 
 def packing(
@@ -48,7 +48,7 @@ def packing(
 
     Args:
         weights: "packed", "dense", or None for packed ones on one CPU with native kernels, but for
-            matrices of 16 bits that take less than LEAST_BYTES together.
+            matrices of 16 bits that take less than MIN_BYTES together.
 
     Raises ValueError, in one line, if packed weights are asked for and cannot be had.
     """
@@ -66,7 +66,7 @@ def packing(
     }
     wide = {name for name in packable if checkpoint.tensors[name].dtype in NUMBERS}
     size = sum(2 * math.prod(checkpoint.tensors[name].shape) for name in wide)
-    chosen = packable if weights or size >= LEAST_BYTES else packable - wide
+    chosen = packable if weights or size >= MIN_BYTES else packable - wide
     if weights and not chosen:
         raise ValueError(
             "weights='packed' is for GGUF files with blocks of 4 to 8 bits, for groups of integers,"

@@ -374,9 +374,9 @@ def rounded(x: Float[Array, "T I"], w: PackedMatrix) -> Float[Array, "T I"]:
     if w.activations == "float32" or w.scales is None or not w.integers:
         return x
     by_group = x.reshape(len(x), w.scales.shape[1], -1)
-    most = jnp.max(jnp.abs(by_group), axis=-1, keepdims=True)
-    scale = jnp.where(most > 1e-30, most / 127, 0)
-    factor = jnp.where(most > 1e-30, 127 / most, 0)
+    maximum = jnp.max(jnp.abs(by_group), axis=-1, keepdims=True)
+    scale = jnp.where(maximum > 1e-30, maximum / 127, 0)
+    factor = jnp.where(maximum > 1e-30, 127 / maximum, 0)
     return (jnp.round(by_group * factor) * scale).reshape(x.shape)
 
 

@@ -58,12 +58,12 @@ def gathered_together(
     """
     if placement.size("tokens") == 1:
         return []
-    most = 4 * widths[0] * placement.size("heads") // itemsize
+    maximum = 4 * widths[0] * placement.size("heads") // itemsize
     groups: list[list[int]] = []
     for i, width in enumerate(widths):
         if not split_by(width, placement):
             continue
-        if groups and sum(widths[j] for j in groups[-1]) + width <= most:
+        if groups and sum(widths[j] for j in groups[-1]) + width <= maximum:
             groups[-1].append(i)
         else:
             groups.append([i])

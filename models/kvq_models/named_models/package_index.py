@@ -23,7 +23,7 @@ from kvq_jax.files.json_text import parse_json
 
 DEFAULT_INDEX = "https://pypi.org/simple"
 TIMEOUT = 30.0  # seconds without a byte
-MOST_PAGE = 64 * 2**20  # bytes of a project's page; large projects' pages have a few million
+MAX_PAGE_BYTES = 64 * 2**20  # bytes of a project's page; large projects' pages have a few million
 PIP_TIMEOUT = 20.0  # seconds that pip may take to print its configuration
 _JSON = "application/vnd.pypi.simple.v1+json"
 _ACCEPTED = f"{_JSON}, application/vnd.pypi.simple.v1+html;q=0.2, text/html;q=0.1"  # PEP 691
@@ -121,7 +121,7 @@ def _address(response: HTTPResponse, file: str) -> str | None:
     """Return the address of a file on a project's page, JSON (PEP 691) or HTML (PEP 503), or
     None."""
     try:
-        page = response.read(MOST_PAGE)
+        page = response.read(MAX_PAGE_BYTES)
         if response.headers.get_content_type() == _JSON:
             links = {entry["filename"]: entry["url"] for entry in parse_json(page)["files"]}
         else:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
-from kvq_jax.arrays.reverse_water_filling import ERRORS, MOST, STEPS, allocate, layer_widths
+from kvq_jax.arrays.reverse_water_filling import ERRORS, MAX_BITS, STEPS, allocate, layer_widths
 
 PEAK = 0.797884560802865  # of the best quantizer of one bit: the mean of |x|
 
@@ -23,9 +23,9 @@ def test_steps_are_those_of_the_best_uniform_quantizers():
         )
 
     assert error(1, STEPS[1]) == pytest.approx(1 - PEAK**2, rel=1e-4)
-    for width in range(1, MOST + 1):
-        step, least = STEPS[width], ERRORS[width]
-        assert error(width, step) == pytest.approx(least, rel=5e-3), f"{width} bits"
+    for width in range(1, MAX_BITS + 1):
+        step, minimum = STEPS[width], ERRORS[width]
+        assert error(width, step) == pytest.approx(minimum, rel=5e-3), f"{width} bits"
         assert min(error(width, 0.97 * step), error(width, 1.03 * step)) > error(width, step), (
             f"{width} bits"
         )
@@ -45,7 +45,7 @@ def test_the_greedy_allocation_is_optimal(budget: int):
 
 
 def test_more_bits_than_there_can_be_fill_every_channel():
-    assert (allocate(np.ones(3), 1000) == MOST).all()
+    assert (allocate(np.ones(3), 1000) == MAX_BITS).all()
 
 
 def test_layers_share_few_widths_that_cost_little_more_than_their_own():
@@ -58,10 +58,10 @@ def test_layers_share_few_widths_that_cost_little_more_than_their_own():
             [float(e @ np.asarray(ERRORS)[list(w)]) for e, w in zip(*layer, strict=True)]
             for layer in zip(chunks, widths, strict=True)
         ]
-        least = [
+        minimum = [
             [float(e @ np.asarray(ERRORS)[allocate(e, 16)]) for e in layer] for layer in chunks
         ]
-        return np.asarray(cost) / least
+        return np.asarray(cost) / minimum
 
     means = []
     for profiles in (1, 2, 4, 12):

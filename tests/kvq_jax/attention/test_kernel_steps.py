@@ -88,7 +88,7 @@ def run(spec: str, route: Route) -> tuple[list[jax.Array], LayerState, LayerPlan
     return outputs, state, plan, lengths
 
 
-def compare(spec: str, route: Route, most: float = 1e-2) -> None:
+def compare(spec: str, route: Route, maximum: float = 1e-2) -> None:
     wanted, expected, plan, lengths = run(spec, XLA)
     found, state, _, _ = run(spec, route)
     body = plan.regions.aged_tokens
@@ -100,7 +100,7 @@ def compare(spec: str, route: Route, most: float = 1e-2) -> None:
     assert lengths.max() == CAPACITY
     for step, (one, other) in enumerate(zip(found, wanted, strict=True)):
         error = row_errors(one, other).max()
-        assert error < most, f"step {step}: {error:.1e}"
+        assert error < maximum, f"step {step}: {error:.1e}"
     assert (
         max(row_errors(one, other).max() for one, other in zip(found, wanted[1:], strict=False))
         > 0.1

@@ -138,13 +138,13 @@ def test_a_window_that_is_left_behind_cannot_come_back():
         ValueError, match=r"row 1 has 200 tokens.*window of 24.*back to 1\d\d, not to 99"
     ) as caught:
         kvq.rows.trim(cache, [999, 99, 999, 999])
-    least = int(str(caught.value).partition("back to ")[2][:3])
-    assert kvq.rows.trim(cache, [999, least, 999, 999]).lengths[1] == least
-    with pytest.raises(ValueError, match=f"not to {least - 1}"):
-        kvq.rows.trim(cache, [999, least - 1, 999, 999])
+    minimum = int(str(caught.value).partition("back to ")[2][:3])
+    assert kvq.rows.trim(cache, [999, minimum, 999, 999]).lengths[1] == minimum
+    with pytest.raises(ValueError, match=f"not to {minimum - 1}"):
+        kvq.rows.trim(cache, [999, minimum - 1, 999, 999])
     # what was lost before a trim is lost after it, although the row is shorter
-    with pytest.raises(ValueError, match=f"has {least} tokens.*back to {least}, not"):
-        kvq.rows.trim(kvq.rows.trim(cache, [999, least, 999, 999]), [999, least - 1, 999, 999])
+    with pytest.raises(ValueError, match=f"has {minimum} tokens.*back to {minimum}, not"):
+        kvq.rows.trim(kvq.rows.trim(cache, [999, minimum, 999, 999]), [999, minimum - 1, 999, 999])
 
 
 def test_attention_after_a_traced_trim_that_goes_too_far_is_nan():

@@ -17,7 +17,7 @@ from tests.methods_table import MethodCase, cases
 
 SIZES = 10.0 ** np.array([-30, -12, -8, -7, -6, -5, -4, -2, 0, 2, 3, 5, 12, 30])
 TOLD = SIZES >= 1e-7  # smaller rows are read as zeros, and stored like them
-LEAST = 2.0**-24  # of a float16
+MIN_SCALE = 2.0**-24  # of a float16
 STEPS = 4  # of these that an entry may be off besides, in the mean of squares
 
 
@@ -55,10 +55,10 @@ def test_rows_of_any_size_are_read_as_well_as_their_scales_can_be_stored(case: M
         )
         if codec.learning.parameters(plan.heads) or "subtract_bias" in case.spec:
             continue  # its parameters are those of rows of one size
-        most = np.where(
-            SIZES > 1e3, 1.2, np.minimum(1.2, 1.2 * usual + STEPS * LEAST / np.array(means))
+        maximum = np.where(
+            SIZES > 1e3, 1.2, np.minimum(1.2, 1.2 * usual + STEPS * MIN_SCALE / np.array(means))
         )
-        assert (found <= most).all(), shown
+        assert (found <= maximum).all(), shown
         wrong = found > np.maximum(2 * usual, usual + 0.1)
         assert (np.array(told) >= wrong)[TOLD].all(), f"not told of: {shown}"
         assert not np.array(told)[(SIZES >= 1e-2) & (SIZES <= 1e2)].any(), (

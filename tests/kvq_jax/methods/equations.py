@@ -35,8 +35,8 @@ def rounded(x: np.ndarray, axis: int, bits: int = 2, group: int | None = None) -
 
 def clipped(x: np.ndarray, kept: float) -> np.ndarray:
     """Clip each row [..., H] to the size of its entry at that share of its sizes."""
-    most = np.sort(np.abs(x), axis=-1)[..., int(kept * x.shape[-1]), None]
-    return x.clip(-most, most)
+    maximum = np.sort(np.abs(x), axis=-1)[..., int(kept * x.shape[-1]), None]
+    return x.clip(-maximum, maximum)
 
 
 def assert_nearly_all_agree(

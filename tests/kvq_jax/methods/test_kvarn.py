@@ -21,7 +21,7 @@ def rows(size: float) -> tuple[np.ndarray, np.ndarray]:
     return k, v
 
 
-def scales(tile: np.ndarray, least: float) -> tuple[np.ndarray, np.ndarray]:
+def scales(tile: np.ndarray, minimum: float) -> tuple[np.ndarray, np.ndarray]:
     """Return the scales of columns and of rows of the round with the most even deviations."""
     log_column, log_row = np.zeros((1, tile.shape[1])), np.zeros((tile.shape[0], 1))
 
@@ -35,28 +35,28 @@ def scales(tile: np.ndarray, least: float) -> tuple[np.ndarray, np.ndarray]:
     best = unevenness(), log_column, log_row
     for _ in range(ROUNDS):
         step = np.log(balanced().std(0, ddof=1, keepdims=True).clip(1e-3, 1e3))
-        log_column = (log_column + step).clip(least, 10)
+        log_column = (log_column + step).clip(minimum, 10)
         step = np.log(balanced().std(1, ddof=1, keepdims=True).clip(1e-3, 1e3))
-        log_row = (log_row + step).clip(least, 10)
+        log_row = (log_row + step).clip(minimum, 10)
         if (now := unevenness()) < 0.999 * best[0]:
             best = now, log_column, log_row
     return np.exp(best[1]), np.exp(best[2])
 
 
-def evened(tile: np.ndarray, bits: int, least: float) -> np.ndarray:
+def evened(tile: np.ndarray, bits: int, minimum: float) -> np.ndarray:
     """Return a tile as it is read back. Each row has one step and one zero point: the rows are
     channels of keys, tokens of values."""
-    column, row = scales(tile, least)
+    column, row = scales(tile, minimum)
     return rounded(tile / column / row, 1, bits) * row * column
 
 
-def reference(x: np.ndarray, side: str, bits: int, least: float) -> np.ndarray:
+def reference(x: np.ndarray, side: str, bits: int, minimum: float) -> np.ndarray:
     turned, read = x @ rotation(HEAD_DIM).T, np.empty_like(x)
     for head in range(x.shape[1]):
         for start in range(0, x.shape[2], BLOCK):
             at = 0, head, slice(start, start + BLOCK)
             tile = turned[at].T if side == "k" else turned[at]
-            out = evened(tile, bits, least)
+            out = evened(tile, bits, minimum)
             read[at] = out.T if side == "k" else out
     return read @ rotation(HEAD_DIM)
 
@@ -67,9 +67,9 @@ def test_the_body_is_what_the_equations_say(bits: int, floor: float):
     read = kvq.roundtrip(
         f"{SPEC},bits={bits},floor={floor}", *(jnp.asarray(x, jnp.float32) for x in exact)
     )
-    least = np.log(floor) if floor else -10.0
+    minimum = np.log(floor) if floor else -10.0
     for side, x, one in zip("kv", exact, read, strict=True):
-        wanted, scale = reference(x, side, bits, least), np.abs(x).max()
+        wanted, scale = reference(x, side, bits, minimum), np.abs(x).max()
         # Rotation spreads an entry midway between two codes over its token.
         assert_nearly_all_agree(np.asarray(one), wanted, 1e-4 * scale)
         other = reference(x, side, bits, -10.0 if floor else np.log(0.741))

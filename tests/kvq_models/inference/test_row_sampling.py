@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvq_models.inference.row_sampling import (
-    MOST_ALTERNATIVES,
+    MAX_ALTERNATIVES,
     RowRule,
     RowRules,
     draw,
@@ -78,7 +78,7 @@ def test_a_row_draws_the_same_bits_in_any_company():
 def test_alternatives_are_the_most_probable_tokens():
     logits = logits_of(2)
     found = jitted(logits, rules_of(RULES, seed=0, step=0, alternatives=True))
-    order = np.argsort(-np.asarray(logits), axis=-1)[:, :MOST_ALTERNATIVES]
+    order = np.argsort(-np.asarray(logits), axis=-1)[:, :MAX_ALTERNATIVES]
     np.testing.assert_array_equal(found.likely, order)
     expected = np.take_along_axis(np.asarray(jax.nn.log_softmax(logits, axis=-1)), order, axis=-1)
     np.testing.assert_allclose(found.likely_logprobs, expected, rtol=1e-5, atol=1e-5)
@@ -112,8 +112,8 @@ def kept_by_definition(row: np.ndarray, rule: Sampling) -> np.ndarray:
     probabilities /= probabilities.sum()
     before = np.concatenate([[0], np.cumsum(probabilities)[:-1]])
     inside = (before < rule.top_p) | (rule.top_p == 1)
-    least = row[order][(probabilities > 0) & inside].min()
-    return (row >= least) & (row >= row.max() + np.log(rule.min_p or 1e-300))
+    minimum = row[order][(probabilities > 0) & inside].min()
+    return (row >= minimum) & (row >= row.max() + np.log(rule.min_p or 1e-300))
 
 
 def test_filters_keep_what_sorting_would_keep():

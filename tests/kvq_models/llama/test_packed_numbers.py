@@ -56,7 +56,7 @@ def test_the_default_keeps_large_checkpoints_on_a_cpu_with_kernels(
 ):
     path = saved(tmp_path / "m")
     assert not holds_packed(load_llama(path, dtype="float32")[0]), "it fits a processor's cache"
-    monkeypatch.setattr(packed_loading, "LEAST_BYTES", 0)
+    monkeypatch.setattr(packed_loading, "MIN_BYTES", 0)
     native = packed_weights.unavailable() is None
     assert holds_packed(load_llama(path, dtype="float32")[0]) == native
     assert not holds_packed(load_llama(path, dtype="float16")[0]), "float16 rounds these values"

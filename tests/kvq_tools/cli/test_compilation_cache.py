@@ -40,7 +40,7 @@ def test_programs_are_kept_in_the_users_cache_folder_up_to_a_bound(
     no_cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ):
     assert compilation_cache.described() == "none: every run compiles anew"
-    monkeypatch.setattr(compilation_cache, "SHORTEST", 0.0)
+    monkeypatch.setattr(compilation_cache, "MIN_SECONDS", 0.0)
     compilation_cache.begin()
     assert compilation_cache.folder().is_relative_to(no_cache)
     assert compilation_cache.described().startswith("0 compiled programs"), (
@@ -55,7 +55,7 @@ def test_programs_are_kept_in_the_users_cache_folder_up_to_a_bound(
 def test_a_damaged_program_is_replaced(
     no_cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(compilation_cache, "SHORTEST", 0.0)
+    monkeypatch.setattr(compilation_cache, "MIN_SECONDS", 0.0)
     monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
     compilation_cache.begin()
     warnings.simplefilter("always")
@@ -81,7 +81,7 @@ def test_a_damaged_program_is_replaced(
 def test_a_program_that_a_full_disk_cut_off_does_not_keep_others_out(
     no_cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(compilation_cache, "SHORTEST", 0.0)
+    monkeypatch.setattr(compilation_cache, "MIN_SECONDS", 0.0)
     folder = compilation_cache.folder()
     folder.mkdir(parents=True)
     folder.chmod(0o700)
@@ -134,7 +134,7 @@ def test_the_second_generate_compiles_nothing(
 
     What a process compiled is forgotten between the runs.
     """
-    monkeypatch.setattr(compilation_cache, "SHORTEST", 0.0)
+    monkeypatch.setattr(compilation_cache, "MIN_SECONDS", 0.0)
     counts: Counter[str] = Counter()
 
     def count(event: str, amount: float = 1, **_: str):

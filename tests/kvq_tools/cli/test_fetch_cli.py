@@ -107,9 +107,9 @@ def test_what_goes_wrong_is_one_line(index, run, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("moment", ["download", "unpacking"])
 def test_a_full_disk_names_the_model_that_does_not_fit(index, run, moment):
-    most = 100 if moment == "download" else index.model.download_size
-    assert most < index.model.file.size
-    with no_file_grows(most):
+    maximum = 100 if moment == "download" else index.model.download_size
+    assert maximum < index.model.file.size
+    with no_file_grows(maximum):
         result = run("fetch", "tiny", "--index-url", index.url)
     assert_one_line(result, f"{index.model.path} cannot be written: File too large")
     assert run("fetch", "tiny", "--index-url", index.url)[0] == 0

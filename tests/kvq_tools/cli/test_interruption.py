@@ -18,7 +18,7 @@ fcntl, termios = pytest.importorskip("fcntl"), pytest.importorskip("termios")
 
 COMMAND = ("generate", "embedded", "--prompt", "Once upon", "--max-new-tokens", "1500")
 DELAY = 0.6  # seconds after "compiling", while the command compiles
-MOST_SECONDS = 1.5  # to leave on a free core: one second and a margin
+MAX_SECONDS = 1.5  # to leave on a free core: one second and a margin
 
 
 # A new session has no controlling terminal, to which Ctrl-C would go, until its leader opens one. A
@@ -107,9 +107,9 @@ def test_ctrl_c_ends_a_compiling_command_within_a_second(terminal):
     assert left, f"it went on after Ctrl-C:\n{shell.text}"
     status = shell.status()
     assert status == 130, f"it ended with {status} after Ctrl-C:\n{shell.text}"
-    most = MOST_SECONDS * waiting()
-    assert seconds < most, (
-        f"it took {seconds:.1f} s to leave, of at most {most:.1f} beside what else runs"
+    maximum = MAX_SECONDS * waiting()
+    assert seconds < maximum, (
+        f"it took {seconds:.1f} s to leave, of at most {maximum:.1f} beside what else runs"
     )
     assert shell.text.count("kvq: interrupted") == 1, shell.text
     assert "Traceback" not in shell.text, shell.text

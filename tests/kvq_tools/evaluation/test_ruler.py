@@ -93,12 +93,12 @@ def test_the_frequent_words_come_after_the_dots_and_before_all_others():
             .partition("\nQuestion")[0]
             .split()
         )
-        (dots, most), *ranks = collections.Counter(text).most_common()
+        (dots, maximum), *ranks = collections.Counter(text).most_common()
         assert dots == ruler.DOTS
         assert {word for word, _ in ranks[:3]} == set(sample.answers)
         frequencies = [count for _, count in ranks]
         assert frequencies[2] > frequencies[3]
-        assert frequencies[0] / most == pytest.approx(1 / 4, rel=0.1)
+        assert frequencies[0] / maximum == pytest.approx(1 / 4, rel=0.1)
         assert all(re.fullmatch("[a-z]{6}", word) for word, _ in ranks)
 
 

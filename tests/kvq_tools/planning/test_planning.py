@@ -50,12 +50,12 @@ def test_a_budget_is_shared_out_as_well_as_by_trying_everything(budget: int):
         np.minimum.accumulate([costs.cost(l, s, costs.best(l, s, n)) for n in counts])
         for l, s in sides
     ]
-    least = min(
+    minimum = min(
         sum(t[n - 1] for t, n in zip(table, ns, strict=True))
         for ns in itertools.product(counts, repeat=4)
         if sum(ns) <= budget
     )
-    assert costs.total(found) <= 1.1 * least
+    assert costs.total(found) <= 1.1 * minimum
     equal = [(costs.best(l, "k", budget // 4), costs.best(l, "v", budget // 4)) for l in range(2)]
     assert costs.total(found) <= costs.total(equal)
 
@@ -104,7 +104,7 @@ def test_one_side_of_one_layer_costs_what_the_whole_cache_does_with_all_else_exa
     assert found.min() > 1e-4, "nothing was read from the body"
     coarse = one_side(spec_of([((1, *[0] * 7),) * 2] * 2), side, windows)
     assert (measured.kl(prepared, coarse, layer) > 1.5 * found).all()
-    monkeypatch.setattr(sensitivity, "MOST_LOGITS", 5 * len(rows) * llama.config.vocab_size)
+    monkeypatch.setattr(sensitivity, "MAX_LOGITS", 5 * len(rows) * llama.config.vocab_size)
     in_parts = measured.kl(prepared, spec, layer)
     np.testing.assert_allclose(in_parts, found, rtol=1e-5)
 
@@ -134,7 +134,7 @@ def test_a_plan_is_written_and_read_and_what_is_none_is_refused_in_one_line(tmp_
         (json.dumps(good | {"cache": 3}), "the text of a cache"),
         (json.dumps(good | {"calibration": 3}), "the text of a cache"),
         (json.dumps(good | {"cache": "nothing:bits=2"}), "unknown cache method 'nothing'"),
-        (" " * (kept.LARGEST + 1), "more than"),
+        (" " * (kept.MAX_BYTES + 1), "more than"),
     ):
         (tmp_path / "plan.json").write_text(content)
         with pytest.raises(ValueError, match=message) as error:

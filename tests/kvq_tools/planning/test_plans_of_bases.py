@@ -133,8 +133,8 @@ def test_bits_of_a_budget_of_bytes_pay_for_the_matrices():
     budget = size(2, pairs, 8192)
     bits = budgets(budget, 8192)
     assert bits[eigen] < bits[pairs] == 2.0
-    for bases, most in bits.items():
-        assert size(most, bases, 8192) <= budget < size(most + 1 / 8, bases, 8192), bases
+    for bases, maximum in bits.items():
+        assert size(maximum, bases, 8192) <= budget < size(maximum + 1 / 8, bases, 8192), bases
     assert budgets(size(2, pairs, 512), 512) == {pairs: 2.0}, "the matrices do not fit"
 
 

@@ -77,12 +77,12 @@ def test_the_windows_of_a_spec_stay_and_a_bit_counts_by_the_tokens_that_they_lea
 
 
 def test_windows_of_a_text_leave_something_to_quantize_in_layers_with_a_sink_too():
-    least = 32 + 96 + 32 + SCORED  # sink, recent and block of a layer without a window
+    minimum = 32 + 96 + 32 + SCORED  # sink, recent and block of a layer without a window
     layers = (Attention(window=256), Attention())
     config = kvq.CacheDims(**SIZES | {"num_hidden_layers": 2}, attention=layers)
     ids = np.zeros(8192, np.int32)
-    PlanRequest(ids, ids, least, 1, 1, 64).check(config)
+    PlanRequest(ids, ids, minimum, 1, 1, 64).check(config)
     with pytest.raises(
-        ValueError, match=rf"windows of {least - 1} tokens leave .* at least {least}"
+        ValueError, match=rf"windows of {minimum - 1} tokens leave .* at least {minimum}"
     ):
-        PlanRequest(ids, ids, least - 1, 1, 1, 64).check(config)
+        PlanRequest(ids, ids, minimum - 1, 1, 1, 64).check(config)

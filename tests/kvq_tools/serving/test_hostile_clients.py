@@ -16,7 +16,7 @@ import pytest
 
 from kvq_tools.serving import fields
 from kvq_tools.serving.app import create_app
-from kvq_tools.serving.connections import ConnectionLimits, most_connections
+from kvq_tools.serving.connections import ConnectionLimits, max_connections
 from kvq_tools.serving.errors import ApiError
 from kvq_tools.serving.guard import known_hosts
 from tests.kvq_tools.serving.running import CHAT, KEY, NAME, PROMPT, QUEUE, SLOTS, Running, serving
@@ -65,7 +65,7 @@ def test_a_large_request_is_refused_before_anything_is_made_of_it(field: dict):
     started = time.process_time()
     try:
         with pytest.raises(ApiError) as refused:  # noqa: PT012  a long name of a model is read
-            asked = fields.read(kind, asked, most_choices=8, most_messages=64)
+            asked = fields.read(kind, asked, max_choices=8, max_messages=64)
             raise fields.errors.no_such_model(asked.model, NAME)
     finally:
         peak = tracemalloc.get_traced_memory()[1]
@@ -118,7 +118,7 @@ def test_short_prompts_do_not_wait_for_long_ones_and_waiting_is_no_fault(
 @pytest.fixture(scope="module")
 def guarded(server: Running) -> Iterator[Running]:
     """A server that expects headers within 0.3 s and answers within 0.5 s of being told to end."""
-    limits = ConnectionLimits(most=6, header_seconds=0.3, unread_seconds=0.5)
+    limits = ConnectionLimits(maximum=6, header_seconds=0.3, unread_seconds=0.5)
     with serving(
         server.engine(),
         server.tokenizer,
@@ -192,7 +192,7 @@ def test_many_connections_do_not_shut_others_out(guarded: Running):
 
 
 def test_an_answer_that_is_still_being_read_makes_no_room(server: Running):
-    limits = ConnectionLimits(most=2, header_seconds=60, unread_seconds=60)
+    limits = ConnectionLimits(maximum=2, header_seconds=60, unread_seconds=60)
     with (
         serving(server.engine(), server.tokenizer, connections=limits) as other,
         unread(other, stream=False) as reading,
@@ -212,9 +212,9 @@ def test_an_answer_that_is_still_being_read_makes_no_room(server: Running):
 def test_the_limit_of_connections_leaves_files_for_others(monkeypatch: pytest.MonkeyPatch):
     resource = pytest.importorskip("resource")
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (200, 4096))
-    assert most_connections() == 100
+    assert max_connections() == 100
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (resource.RLIM_INFINITY,) * 2)
-    assert most_connections() == 1000
+    assert max_connections() == 1000
 
 
 def unread(server: Running, *, stream: bool = True) -> socket.socket:

@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from kvq_tools.serving.fields import NEUTRAL
-from kvq_tools.serving.worker import MOST_FAILURES
+from kvq_tools.serving.worker import MAX_FAILURES
 from tests.kvq_tools.serving.engine_answers import first_choice
 from tests.kvq_tools.serving.running import (
     BODY,
@@ -195,7 +195,7 @@ def test_an_engine_that_fails_is_told_to_who_waits_and_to_who_comes(
     with serving(engine, server.tokenizer) as broken:
         asked = {"model": NAME, "prompt": PROMPT, "max_tokens": 4}
         told = "The server had an error: the engine failed: IndexError."
-        for _ in range(MOST_FAILURES):
+        for _ in range(MAX_FAILURES):
             status, body = broken.post("/v1/completions", asked)
             assert (status, body["error"]["message"]) == (500, told)
         status, body = broken.post("/v1/completions", asked)

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from jax import lax
 
-from pallas_kernels.decode_attention.schedule import LEAST, Schedule
+from pallas_kernels.decode_attention.schedule import MIN_TILES, Schedule
 from pallas_kernels.decode_attention.tuning import Tuning
 
 H200 = Tuning(tile=128, cores=132, resident=8)
 
 
-@functools.partial(jax.jit, static_argnames=("schedule", "most"))
-def runs(limits: jax.Array, schedule: Schedule, most: int) -> jax.Array:
+@functools.partial(jax.jit, static_argnames=("schedule", "maximum"))
+def runs(limits: jax.Array, schedule: Schedule, maximum: int) -> jax.Array:
     """Return (row, head, first, end, limit) of each program's runs [P, most, 5], or -1 if there is
     none.
     """
@@ -34,7 +34,7 @@ def runs(limits: jax.Array, schedule: Schedule, most: int) -> jax.Array:
                 runs_so_far.at[i].set(jnp.where(at < end, jnp.stack(run[:5]), -1)),
             )
 
-        return lax.fori_loop(0, most, read, (begin, jnp.full((most, 5), -1, jnp.int32)))[1]
+        return lax.fori_loop(0, maximum, read, (begin, jnp.full((maximum, 5), -1, jnp.int32)))[1]
 
     return jax.vmap(of)(jnp.arange(schedule.programs))
 
@@ -51,7 +51,7 @@ def places(limits: jax.Array, schedule: Schedule) -> tuple[jax.Array, jax.Array]
 def check(limits: np.ndarray, schedule: Schedule) -> list[int]:
     """Check a schedule and return the tiles of each program."""
     total = schedule.heads * int(np.sum(-(-limits // schedule.tile)))
-    per = max(LEAST, -(-total // schedule.programs))
+    per = max(MIN_TILES, -(-total // schedule.programs))
     of_all = np.asarray(runs(jnp.asarray(limits), schedule, per))
     read, pieces, of_programs = Counter[tuple[int, int, int]](), dict[int, tuple[int, int]](), []
     for program, of_program in enumerate(of_all):
@@ -89,7 +89,7 @@ def check(limits: np.ndarray, schedule: Schedule) -> list[int]:
 def test_every_live_tile_is_read_once_and_no_program_has_more_than_its_share(limits, programs):
     schedule = Schedule(programs, 32, len(limits), 2)
     tiles = check(np.array(limits, np.int32), schedule)
-    assert max(tiles) <= max(LEAST, -(-sum(tiles) // programs))
+    assert max(tiles) <= max(MIN_TILES, -(-sum(tiles) // programs))
 
 
 @pytest.mark.parametrize("seed", range(1))

@@ -78,8 +78,8 @@ class Accepted:
 
     def token_event(self, drawn: Drawn, row: int) -> Token:
         """Return the event of the newest token, which was drawn in this row."""
-        most = self.request.alternatives
-        tokens, logprobs = drawn.likely[row, :most], drawn.likely_logprobs[row, :most]
+        maximum = self.request.alternatives
+        tokens, logprobs = drawn.likely[row, :maximum], drawn.likely_logprobs[row, :maximum]
         likely = tuple(zip(tokens.tolist(), logprobs.tolist(), strict=True))
         return Token(self.ticket, self.last, float(drawn.logprob[row]), likely)
 
@@ -118,9 +118,9 @@ class Accepted:
             self.logprobs.append(0.0)
             self.likely.append(())
         self.logprobs += logprobs[:count].tolist()
-        most = self.request.alternatives
+        maximum = self.request.alternatives
         self.likely += [
-            tuple(zip(likely[i, :most].tolist(), values[i, :most].tolist(), strict=True))
+            tuple(zip(likely[i, :maximum].tolist(), values[i, :maximum].tolist(), strict=True))
             for i in range(count)
         ]
 

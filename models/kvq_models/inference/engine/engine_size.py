@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from kvq_jax.cache.accounting import nbytes
 from kvq_jax.cache.cache import layout
 from kvq_jax.cache.spec import CacheSpec
-from kvq_models.inference.engine.limits import CAPACITY_STEP, MOST_SLOTS, SLOTS
+from kvq_models.inference.engine.limits import CAPACITY_STEP, MAX_SLOTS, SLOTS
 from kvq_models.llama.config import LlamaConfig
 
 
@@ -57,7 +57,7 @@ def engine_size(
         chosen = slots or SLOTS, longest
     elif slots is None and fits(1, longest):
         each = total(2, longest) - total(1, longest)
-        chosen = min(MOST_SLOTS, (memory - total(1, longest)) // each + 1), longest
+        chosen = min(MAX_SLOTS, (memory - total(1, longest)) // each + 1), longest
     else:
         rows = slots or 1
         whole = fits(rows, longest)

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 SLOTS = 8  # requests at a time
-MOST_SLOTS = 64  # the limit if memory decides
+MAX_SLOTS = 64  # the limit if memory decides
 QUEUE_LIMIT = 64  # requests that may wait
 CAPACITY_STEP = 64  # tokens by which capacities differ: each is a program to compile

@@ -19,7 +19,7 @@ from kvq_jax.cache.cache import Cache, init_cache
 from kvq_jax.cache.row_operations import replace_row
 from kvq_jax.placement.placement import Placement
 from kvq_models.inference.decoding import decode_step
-from kvq_models.inference.engine.requests import MOST_BIASED
+from kvq_models.inference.engine.requests import MAX_BIASED
 from kvq_models.inference.layer_by_layer import NewLengths, NewTokens
 from kvq_models.inference.prompts import read_hidden
 from kvq_models.inference.row_sampling import Drawn, RowRules, draw, most_likely
@@ -38,8 +38,8 @@ def no_offsets(slots: int, vocabulary: int, placement: Placement | None) -> Offs
 
 
 def padded_bias(bias: Sequence[tuple[int, float]]) -> tuple[np.ndarray, np.ndarray]:
-    """Return (tokens [MOST_BIASED] int32, what to add to their logits, fp32)."""
-    tokens, values = np.zeros(MOST_BIASED, np.int32), np.zeros(MOST_BIASED, np.float32)
+    """Return (tokens [MAX_BIASED] int32, what to add to their logits, fp32)."""
+    tokens, values = np.zeros(MAX_BIASED, np.int32), np.zeros(MAX_BIASED, np.float32)
     for i, (token, value) in enumerate(bias):
         tokens[i], values[i] = token, value
     return tokens, values

@@ -6,11 +6,11 @@ import dataclasses
 import math
 from typing import Literal, TypeAlias
 
-from kvq_models.inference.row_sampling import MOST_ALTERNATIVES
+from kvq_models.inference.row_sampling import MAX_ALTERNATIVES
 from kvq_models.inference.sampling import Sampling
 
-MOST_SEED = 2**32 - 1
-MOST_BIASED = 300  # tokens with a bias
+MAX_SEED = 2**32 - 1
+MAX_BIASED = 300  # tokens with a bias
 
 Ticket: TypeAlias = int  # names an accepted request
 # tokens and their log-probabilities, the most probable first
@@ -76,17 +76,17 @@ class Request:
             self.presence_penalty,
             *(value for _, value in self.bias),
         )
-        if len(self.bias) > MOST_BIASED or not all(map(math.isfinite, numbers)):
+        if len(self.bias) > MAX_BIASED or not all(map(math.isfinite, numbers)):
             raise ValueError(
-                f"penalties and biases must be finite, and at most {MOST_BIASED} tokens biased"
+                f"penalties and biases must be finite, and at most {MAX_BIASED} tokens biased"
             )
         if self.max_new_tokens < 0:
             raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 0")
-        if not 0 <= self.seed <= MOST_SEED:
-            raise ValueError(f"seed={self.seed} must be from 0 to {MOST_SEED}")
-        if not 0 <= self.alternatives <= MOST_ALTERNATIVES:
+        if not 0 <= self.seed <= MAX_SEED:
+            raise ValueError(f"seed={self.seed} must be from 0 to {MAX_SEED}")
+        if not 0 <= self.alternatives <= MAX_ALTERNATIVES:
             raise ValueError(
-                f"alternatives={self.alternatives} must be from 0 to {MOST_ALTERNATIVES}"
+                f"alternatives={self.alternatives} must be from 0 to {MAX_ALTERNATIVES}"
             )
 
 

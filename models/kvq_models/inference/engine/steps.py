@@ -20,17 +20,18 @@ from kvq_models.llama.flat_llama import FlatLlama
 CALL_SECONDS = 0.1
 
 
-def steps_of_call(slots: Iterable[Accepted | None], most: int, seconds: float) -> int:
-    """Return the number of steps that the next call takes: at most `most`, no more than any request
-    has tokens left, and as many as fit in CALL_SECONDS if one takes `seconds`. It is one step if a
-    request's first token waits to be sent, or for penalties, which are counted from texts."""
+def steps_of_call(slots: Iterable[Accepted | None], maximum: int, seconds: float) -> int:
+    """Return the number of steps that the next call takes: at most `maximum`, no more than any
+    request has tokens left, and as many as fit in CALL_SECONDS if one takes `seconds`. It is one
+    step if a request's first token waits to be sent, or for penalties, which are counted from
+    texts."""
     running = [one for one in slots if one is not None]
     if any(one.drawn == 1 for one in running):
         return 1
     if any(one.request.frequency_penalty or one.request.presence_penalty for one in running):
         return 1
     left = min(one.request.max_new_tokens - one.drawn for one in running)
-    return max(1, min(most, left, int(CALL_SECONDS / seconds)))
+    return max(1, min(maximum, left, int(CALL_SECONDS / seconds)))
 
 
 def step(

@@ -19,7 +19,7 @@ from kvq_models.llama.stored_tensor import CheckpointError
 METHOD = "dense_and_sparse"  # quant_method of quantization_config
 CONFIG = {"quant_method": METHOD, "bits": 4}
 LEVELS, WORD = 16, 8  # levels of an output; inputs of a packed word
-MOST_INPUTS = 1 << 16  # that 16 bits can tell apart
+MAX_INPUTS = 1 << 16  # that 16 bits can tell apart
 
 
 class TabledRows(NamedTuple):
@@ -43,10 +43,10 @@ class DenseAndSparse(Layout):
 
     def shape(self, parts: StoredParts) -> tuple[int, ...]:
         outputs, half = parts.shape("codes", ("U8",), rank=2)
-        if 2 * half > MOST_INPUTS:
+        if 2 * half > MAX_INPUTS:
             raise CheckpointError(
                 f"tensor {parts.module + '.codes'!r} has {2 * half} inputs, and sparse entries"
-                f" number {MOST_INPUTS} at most"
+                f" number {MAX_INPUTS} at most"
             )
         parts.check("levels", FLOATS, (outputs, LEVELS))
         parts.check("sparse_starts", ("I32",), (outputs + 1,))

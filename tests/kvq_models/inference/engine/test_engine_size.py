@@ -5,7 +5,7 @@ import pytest
 
 from kvq_models.inference.engine.engine import Engine
 from kvq_models.inference.engine.engine_size import engine_size
-from kvq_models.inference.engine.limits import MOST_SLOTS
+from kvq_models.inference.engine.limits import MAX_SLOTS
 from tests.kvq_models.checkpoints import random_llama, tiny_config
 
 CONFIG = tiny_config(max_position_embeddings=640)
@@ -20,7 +20,7 @@ def test_as_many_slots_as_fit(spec: str):
     assert found == five
     assert found.capacity == 640
     assert engine_size(spec, CONFIG, memory=five.nbytes - 1, dtype="float32").slots == 4
-    assert engine_size(spec, CONFIG, memory=1 << 40).slots == MOST_SLOTS
+    assert engine_size(spec, CONFIG, memory=1 << 40).slots == MAX_SLOTS
 
 
 @pytest.mark.parametrize("spec", SPECS)

@@ -64,15 +64,15 @@ def test_answers_do_not_depend_on_the_steps_of_a_call(llama: Llama, without_a_cl
 
 
 def test_a_call_takes_no_more_steps_than_fit_in_its_time():
-    def count(*left: int, most: int = 8, seconds: float = 0.001, **options: float) -> int:
+    def count(*left: int, maximum: int = 8, seconds: float = 0.001, **options: float) -> int:
         request = dataclasses.replace(PLAIN, max_new_tokens=20, **options)
         slots = [Accepted(i, request, drawn=20 - one) for i, one in enumerate(left)]
-        return steps.steps_of_call([None, *slots], most, seconds)
+        return steps.steps_of_call([None, *slots], maximum, seconds)
 
     assert count(20, 9) == 8
     assert count(20, 5) == 5, "a request has 5 tokens left"
     assert count(15, 19) == 1, "the first token of a request waits"
-    assert count(20, most=2) == 2
+    assert count(20, maximum=2) == 2
     assert count(20, seconds=0.021) == 4
     assert count(20, seconds=0.3) == 1
     assert count(20, seconds=float("inf")) == 1
