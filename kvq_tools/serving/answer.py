@@ -31,13 +31,15 @@ class TokenInText:
 @dataclasses.dataclass(frozen=True)
 class AnswerPiece:
     """New text of choice `index` with the tokens that begin in it. The last piece has the reason
-    for the end and the number of drawn tokens."""
+    for the end, the number of drawn tokens, and that of prompt tokens that came from the store of
+    prefixes."""
 
     index: int
     text: str
     tokens: tuple[TokenInText, ...] = ()
     finish: Finish | None = None
     drawn: int = 0
+    stored: int = 0
     failure: str = ""
 
 
@@ -65,12 +67,14 @@ class Answer:
         self._stops, self._shown_ends = Stops(tuple(stops)), shown_ends
         self._waiting: list[TokenInText] = []  # tokens whose text is not final yet, in order
         self._decoded = self._sent = 0  # characters
-        self._drawn, self._end = 0, tuple[Token, ...]()
+        self._drawn = self._stored = 0
+        self._end: tuple[Token, ...] = ()
 
     def take(self, event: Event) -> AnswerPiece | None:
         """Return the piece that an event completes, if it does. Take no event after the end."""
         match event:
             case PromptRead():
+                self._stored = event.stored
                 return self._prompt(event) if self.echo else None
             case Token():
                 return self._token(event)
@@ -137,4 +141,4 @@ class Answer:
         end = self._sent + whole
         ready = tuple(itertools.takewhile(lambda token: token.offset < end, self._waiting))
         del self._waiting[: len(ready)]
-        return AnswerPiece(self.index, text, ready, finish, self._drawn)
+        return AnswerPiece(self.index, text, ready, finish, self._drawn, self._stored)

@@ -153,7 +153,7 @@ class Service:
         *,
         echo: bool,
     ) -> Pending:
-        pending = Pending(self, Usage(sum(map(len, prompts))), len(requests))
+        pending = Pending(self, Usage(sum(map(len, prompts))), len(requests), fields.n or 1)
         # Whoever scores a prompt cuts the drawn token off the end of the list. In a chat the tokens
         # spell the message.
         of_text = isinstance(fields, CompletionFields)
@@ -172,10 +172,12 @@ class Service:
 
 
 class Pending:
-    """Accepted choices. Pieces of all of them come in the order in which they were generated."""
+    """Accepted choices, `of_prompt` of each prompt. Pieces of all of them come in the order in
+    which they were generated."""
 
-    def __init__(self, service: Service, usage: Usage, choices: int):
+    def __init__(self, service: Service, usage: Usage, choices: int, of_prompt: int):
         self.usage, self.choices, self.jobs = usage, choices, list[AcceptedAnswer]()
+        self._of_prompt = of_prompt
         self._service, self._left = service, choices
         self._loop = asyncio.get_running_loop()
         self._pieces: asyncio.Queue[AnswerPiece | None] = asyncio.Queue()
@@ -200,6 +202,8 @@ class Pending:
                     )
                 if piece.finish:
                     self.usage.drawn += piece.drawn
+                    if piece.index % self._of_prompt == 0:
+                        self.usage.stored += piece.stored
                     self._left -= 1
                 yield piece
         finally:

@@ -22,6 +22,7 @@ from openai.types.chat.chat_completion_chunk import ChoiceDelta
 from openai.types.chat.chat_completion_chunk import ChoiceLogprobs as ChunkLogprobs
 from openai.types.chat.chat_completion_token_logprob import TopLogprob
 from openai.types.completion_choice import Logprobs
+from openai.types.completion_usage import PromptTokensDetails
 
 from kvq_tools.serving.answer import AnswerPiece, TokenInText
 from kvq_tools.serving.text import token_bytes, token_text
@@ -29,16 +30,19 @@ from kvq_tools.serving.text import token_bytes, token_text
 
 @dataclasses.dataclass
 class Usage:
-    """Token counts of a response: each prompt once, and the drawn tokens of every choice."""
+    """Token counts of a response: each prompt once, the drawn tokens of every choice, and the
+    prompt tokens that came from the store of prefixes for the first choice of each prompt."""
 
     prompt: int
     drawn: int = 0
+    stored: int = 0
 
     def counted(self) -> CompletionUsage:
         return CompletionUsage(
             prompt_tokens=self.prompt,
             completion_tokens=self.drawn,
             total_tokens=self.prompt + self.drawn,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=self.stored),
         )
 
 

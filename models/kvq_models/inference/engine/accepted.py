@@ -28,6 +28,7 @@ class Accepted:
     ticket: Ticket
     request: Request
     read: int = 0  # prompt tokens in the cache
+    stored: int = 0  # of these, tokens that came from the store of prefixes
     # keys of the prompt's chunks in the store of prefixes; [] without a store
     keys: list[bytes] = dataclasses.field(default_factory=list)
     drawn: int = 0  # tokens drawn
@@ -74,7 +75,7 @@ class Accepted:
 
     def prompt_event(self) -> PromptRead:
         """Return the event of the prompt, with the scores that were asked for."""
-        return PromptRead(self.ticket, tuple(self.logprobs), tuple(self.likely))
+        return PromptRead(self.ticket, tuple(self.logprobs), tuple(self.likely), self.stored)
 
     def token_event(self, drawn: Drawn, row: int) -> Token:
         """Return the event of the newest token, which was drawn in this row."""
@@ -105,7 +106,7 @@ class Accepted:
         if len(self.tokens) > len(self.replayed):
             self.replayed = tuple(zip(self.tokens, self.drawn_logprobs, strict=True))
         self.attempts, self.penalty = self.attempts + 1, 0.0
-        self.read = self.drawn = self.last = 0
+        self.read = self.stored = self.drawn = self.last = 0
         for of_cache in (self.tokens, self.drawn_logprobs, self.logprobs, self.likely):
             of_cache.clear()
 

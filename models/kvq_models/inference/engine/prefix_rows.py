@@ -58,7 +58,7 @@ class PrefixRows:
             return None, row
         for leaf in jax.tree.leaves(row):
             leaf.delete()  # there is never a third row
-        accepted.read = pieces[-1].length
+        accepted.read = accepted.stored = pieces[-1].length
         counts.prefix_hits += 1
         counts.prefix_tokens += accepted.read
         return jax.device_put(pieces[-1].logits), self._pieces.joined(pieces)

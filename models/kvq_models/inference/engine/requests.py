@@ -119,13 +119,19 @@ class QueueFullError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class PromptRead:
-    """The prompt is in the cache, and all that was computed of it is finite. For a request with
-    `prompt_logprobs`: log p of each token given those before it (0 for the first), and the most
-    probable tokens there."""
+    """The prompt is in the cache, and all that was computed of it is finite.
+
+    Args:
+        logprobs: of a request with `prompt_logprobs`, log p of each token given those before it (0
+            for the first).
+        likely: the most probable tokens there.
+        stored: tokens of the prompt that came from the store of prefixes instead of being read.
+    """
 
     ticket: Ticket
     logprobs: tuple[float, ...] = ()
     likely: tuple[Likely, ...] = ()
+    stored: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
