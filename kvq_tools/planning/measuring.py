@@ -15,7 +15,6 @@ Every number goes to a journal at once, from which the same request continues.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import itertools
 import json
@@ -45,7 +44,6 @@ from kvq_models.llama.model import HiddenBTD, Llama
 from kvq_tools.evaluation.journal import Journal
 from kvq_tools.evaluation.results import finite
 from kvq_tools.evaluation.run import measure_rows
-from kvq_tools.planning import kept
 from kvq_tools.planning.allocation import SIDES, Costs, Widths, costs_of, mean
 from kvq_tools.planning.defaults import MEASURED, METHOD, Bases
 from kvq_tools.planning.request import SCALING, TEXTS, WHOLE, Kind, PlanRequest
@@ -117,30 +115,70 @@ class Predictions(NamedTuple):
         return text * self.scales[0], other * self.scales[1]
 
 
+def calibrated(
+    llama: Llama,
+    request: PlanRequest,
+    bases: Bases,
+    file: Path,
+    work: Path,
+    text: str,
+    progress: Progress[Any],
+) -> Calibration:
+    """Return the calibration that an earlier plan on the same samples kept in `file`, else make and
+    keep it, which takes minutes.
+
+    text: the name of the request's text.
+    """
+    method, ids = kvq.parse(bases.spec()), request.halves[0]
+    sizes = {"samples": request.samples, "length": request.length}
+    if file.is_file():
+        earlier = load_calibration(file, llama, method)
+        if earlier.origin.tokens_sha256 == sha256(ids) and (
+            (earlier.origin.samples, earlier.origin.length) == tuple(sizes.values())
+        ):
+            return earlier
+    samples = work / f"samples-{sha256(ids)[:12]}"
+    calibration = fit.calibrate(
+        llama, ids, method, work=samples, text=text, progress=progress, **sizes
+    )
+    save_calibration(calibration, file)
+    Store.delete(samples)
+    return calibration
+
+
 class Planner:
-    """Measurements of one model on one text, and the caches that they lead to."""
+    """Measurements of one model on one text, and the caches that they lead to.
+
+    Args:
+        request: checked against the model.
+        bases: of the cache.
+        calibration, file: of these bases.
+        work: the folder of the journal.
+        sensitivity: returns the full-precision model's pass over the request's windows, which all
+            planners of a request share.
+        progress: wraps loops, as tqdm would.
+    """
 
     def __init__(
         self,
         llama: Llama,
         request: PlanRequest,
-        work: Path,
-        calibration: str | None,
-        text: str,
-        progress: Progress[Any],
         bases: Bases,
+        calibration: Calibration,
+        file: Path,
+        work: Path,
+        sensitivity: Callable[[], Sensitivity],
+        progress: Progress[Any],
     ):
-        request.check(llama.config)
-        self.llama, self.request, self.work, self.progress = llama, request, work, progress
-        self.method, self.bases = kvq.parse(bases.spec()), bases
-        self.file = calibration or str(work / kept.file_name(bases))
-        self.calibration = self._calibrated(calibration is not None, text)
-        self.prepared = prepare(llama, self.method, self.calibration)
+        self.llama, self.request, self.progress = llama, request, progress
+        self.method, self.bases, self.file = kvq.parse(bases.spec()), bases, str(file)
+        self.calibration, self.sensitivity = calibration, sensitivity
+        self.prepared = prepare(llama, self.method, calibration)
         identity = {
             "kvq": kvq.__version__,
-            "model": self.calibration.model_fingerprint,
+            "model": calibration.model_fingerprint,
             "text": sha256(request.ids),
-            "calibration": hashlib.sha256(Path(self.file).read_bytes()).hexdigest(),
+            "calibration": hashlib.sha256(file.read_bytes()).hexdigest(),
             "other_text": sha256(request.other),
             "window": request.window,
             "windows": request.windows,
@@ -151,31 +189,6 @@ class Planner:
         self.sides: list[dict[str, Any]] = []
         # outputs of the full-precision model
         self.exact = dict[tuple[int, Kind], dict[int, HiddenBTD]]()
-        self.sensitivity = functools.cache(self._sensitivity)
-
-    def _calibrated(self, given_file: bool, text: str) -> Calibration:
-        """Return the calibration of a given file, else the one that an earlier plan on this text
-        kept, else a new one."""
-        ids = self.request.halves[0]
-        sizes = {"samples": self.request.samples, "length": self.request.length}
-        if Path(self.file).is_file():
-            earlier = load_calibration(self.file, self.llama, self.method)
-            if given_file or (
-                earlier.origin.tokens_sha256 == sha256(ids)
-                and (earlier.origin.samples, earlier.origin.length) == tuple(sizes.values())
-            ):
-                return earlier
-        samples = self.work / f"samples-{sha256(ids)[:12]}"
-        calibration = fit.calibrate(
-            self.llama, ids, self.method, work=samples, text=text, progress=self.progress, **sizes
-        )
-        save_calibration(calibration, self.file)
-        Store.delete(samples)
-        return calibration
-
-    def _sensitivity(self) -> Sensitivity:
-        rows = np.concatenate([self.request.rows(text, "sides") for text in TEXTS])
-        return Sensitivity(self.llama, rows, self.request.prompt)
 
     def costs(self) -> tuple[Costs, Costs]:
         """Measure every side of every layer at MEASURED bits, except those that an earlier call

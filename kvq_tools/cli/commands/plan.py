@@ -4,6 +4,7 @@ alone."""
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import math
 import time
@@ -20,6 +21,7 @@ from kvq_models.calibration.file import (
     check_calibration,
     predicted_divergence,
 )
+from kvq_models.calibration.fingerprint import load_calibration
 from kvq_models.llama.checkpoint import load_llama
 from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli import cache_sizes, inputs, interruption, plan_budget, plan_table, text_input
@@ -39,8 +41,9 @@ from kvq_tools.planning.defaults import (
     WINDOW,
     Bases,
 )
-from kvq_tools.planning.measuring import FACTOR, Checked, Planner
-from kvq_tools.planning.request import PlanRequest
+from kvq_tools.planning.measuring import FACTOR, Checked, Planner, calibrated
+from kvq_tools.planning.request import TEXTS, PlanRequest
+from kvq_tools.planning.sensitivity import Sensitivity
 
 SHOWN = (1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0)  # bits of the table's other rows
 
@@ -215,9 +218,8 @@ def _measured(
     checked: list[tuple[Checked, Planner]] = []
     planners = _planners(options, config, list(bits))
     for planner in planners:
-        advice = f"the same command continues from {str(planner.work)!r}"
         level = bits[planner.bases]
-        with interruption.advised(advice), input_errors():
+        with interruption.advised(_advice(_work(options))), input_errors():
             predictions = planner.predictions(planner.costs(), level)
             # other methods are read once
             rivals = fits if planner is planners[0] else lambda _: False
@@ -289,24 +291,41 @@ def _planners(
                 f"--window {window} must be above {SCORED} and at most the model's"
                 f" {config.positions} positions"
             )
+        if options.calibration is not None:
+            for bases in choices:
+                check_calibration(kvq.parse(bases.spec()), config, options.calibration)
         request.check(config)
-        folder = kept.folder(options.model) if options.work is None else options.work
-        work = inputs.output_directory(str(folder), "--work")
+        work = _work(options)
         work.mkdir(parents=True, exist_ok=True)
     with loading(options.model), input_errors():
         llama, _ = load_llama(options.model, dtype="float32", weights="dense")
-    with (
-        interruption.advised(f"the same command continues from {str(work)!r}"),
-        input_errors(),
-    ):
-        name = Path(options.text).name
-        planners = [
-            Planner(llama, request, work, options.calibration, name, bar, bases)
-            for bases in choices
-        ]
-    for planner in planners:  # one pass of the full-precision model serves all
-        planner.sensitivity = planners[0].sensitivity
-    return planners
+
+    @functools.cache  # one pass of the full-precision model serves all
+    def sensitivity() -> Sensitivity:
+        rows = np.concatenate([request.rows(text, "sides") for text in TEXTS])
+        return Sensitivity(llama, rows, request.prompt)
+
+    def planner(bases: Bases) -> Planner:
+        if options.calibration is None:
+            file = work / kept.file_name(bases)
+            name = Path(options.text).name
+            calibration = calibrated(llama, request, bases, file, work, name, bar)
+        else:
+            file = Path(options.calibration)
+            calibration = load_calibration(file, llama, bases.spec())
+        return Planner(llama, request, bases, calibration, file, work, sensitivity, bar)
+
+    with interruption.advised(_advice(work)), input_errors():
+        return [planner(bases) for bases in choices]
+
+
+def _work(options: argparse.Namespace) -> Path:
+    folder = kept.folder(options.model) if options.work is None else options.work
+    return inputs.output_directory(str(folder), "--work")
+
+
+def _advice(work: Path) -> str:
+    return f"the same command continues from {str(work)!r}"
 
 
 def _other_text(options: argparse.Namespace) -> str:
