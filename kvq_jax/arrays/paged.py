@@ -58,7 +58,7 @@ class PagedBody:
             axis, entries = spec.axis("tokens"), spec["tokens"].size
             width = new.shape[axis] // entries
 
-            def one(i: Array, pages: Array) -> Array:
+            def write_block(i: Array, pages: Array) -> Array:
                 i = i.astype(first.dtype)  # int64 if jax_enable_x64 is set
                 b, place = i // width, i % width
                 page = self.table[b, jnp.minimum(first[b] + place, last)]
@@ -68,6 +68,6 @@ class PagedBody:
                 row = jnp.where(place < count[b], row, kept)
                 return lax.dynamic_update_slice_in_dim(pages, row, page, 0)
 
-            return lax.fori_loop(0, len(new) * width, one, pages)
+            return lax.fori_loop(0, len(new) * width, write_block, pages)
 
         return dataclasses.replace(self, pages=jax.tree.map(put, block, self.pages, new))

@@ -100,12 +100,12 @@ def load_row_blocks(block: Tree, stored: Tree, start: LengthsB, blocks: int) -> 
     def cut(spec: BodySpec, array: Array) -> Array:
         entries, batch, tokens = spec["tokens"].size, spec.axis("batch"), spec.axis("tokens")
 
-        def one(row: Array, at: Array) -> Array:
+        def cut_row(row: Array, at: Array) -> Array:
             return lax.dynamic_slice_in_dim(
                 row, at * entries, blocks * entries, tokens - (tokens > batch)
             )
 
-        return spec.load(jax.vmap(one, (batch, 0), batch)(array, start))
+        return spec.load(jax.vmap(cut_row, (batch, 0), batch)(array, start))
 
     return jax.tree.map(cut, block, stored)
 
@@ -124,12 +124,12 @@ def store_blocks(block: Tree, stored: Tree, values: Tree, first: LengthsB, count
         )
 
     def looped(stored: Tree, new: Tree, first: Array, count: Array) -> Tree:
-        def one(b: Array, rows: Tree) -> Tree:
+        def write_row(b: Array, rows: Tree) -> Tree:
             b = b.astype(first.dtype)  # int64 if jax_enable_x64 is set
             updates = jax.tree.map(lambda array: lax.dynamic_slice_in_dim(array, b, 1), new)
             return write(rows, updates, first[b], count[b], b)
 
-        return lax.fori_loop(0, len(first), one, stored)
+        return lax.fori_loop(0, len(first), write_row, stored)
 
     # XLA's CPU backend copies the whole array for a scatter over rows. On a GPU each turn of a loop
     # is two launches for each array (docs/decisions/cpu_steps.md).

@@ -90,7 +90,7 @@ def attend_view(view: View, queries: Queries, read_body: BodyReader | None = Non
     # a query at position -1 sees nothing
     whole = whole._replace(positions=padded(queries.positions, -1))
 
-    def one(i: Array) -> QueryBNTH:
+    def attend_chunk(i: Array) -> QueryBNTH:
         at = i * QUERY_CHUNK
 
         def cut(array: Array) -> Array:
@@ -98,7 +98,8 @@ def attend_view(view: View, queries: Queries, read_body: BodyReader | None = Non
 
         return _attend_queries(view, jax.tree.map(cut, whole), at, read_body)
 
-    out = lax.map(one, jnp.arange(chunks, dtype=jnp.int32))  # [chunks, B, N, QUERY_CHUNK, H]
+    # [chunks, B, N, QUERY_CHUNK, H]
+    out = lax.map(attend_chunk, jnp.arange(chunks, dtype=jnp.int32))
     return jnp.moveaxis(out, 0, 2).reshape(*whole.q.shape[:3], -1)[:, :, :tokens]
 
 

@@ -278,14 +278,14 @@ def _layer_step(
     """Take the step through one layer, by XLA on platforms that the route does not serve."""
     layer = prefill_layer if prefill else decode_layer
 
-    def by(route: Route) -> Callable[..., tuple[QueryBNTH, LayerState, Tree]]:
+    def layer_by(route: Route) -> Callable[..., tuple[QueryBNTH, LayerState, Tree]]:
         return lambda params, state, inputs, carry: layer(plan, params, state, inputs, carry, route)
 
     arrays = params, state, inputs, carry
     if route.only_on is None:
-        return by(route)(*arrays)
-    branch = {route.only_on: by(route)}
-    return lax.platform_dependent(*arrays, **branch, default=by(XLA))
+        return layer_by(route)(*arrays)
+    branch = {route.only_on: layer_by(route)}
+    return lax.platform_dependent(*arrays, **branch, default=layer_by(XLA))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

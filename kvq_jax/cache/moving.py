@@ -90,14 +90,14 @@ def _for_bodies(cache: Cache, placement: Placement | None, reorder: ReorderBody)
     described = axes(cache.spec, cache.dims, cache.batch, cache.capacity, cache.dtype, placement)
 
     def of_layer(plan: LayerPlan, layer: Any) -> Any:
-        def of(block: ArraySpec) -> Reorder:
+        def reordering(block: ArraySpec) -> Reorder:
             return lambda array: reorder(block, plan.regions, array)
 
         whole = jax.tree.map(lambda _: np.asarray, layer)
         if plan.regions.shards == 1:
             return jax.tree.leaves(whole)
         blocks = tuple(codec.body(1, 1, plan.regions.block) for codec in plan.codecs)
-        bodies = jax.tree.map(of, blocks)
+        bodies = jax.tree.map(reordering, blocks)
         # the spare place of a cut block's codes is another one
         intact = functools.partial(_whole_blocks, plan.regions.block)
         return jax.tree.leaves((whole.sink, whole.ring, bodies, whole.stats, intact))

@@ -204,7 +204,7 @@ def _with_statistics(
     early = dataclasses.replace(inputs, valid=inputs.valid & uncoded)
     widened = jnp.any(early.valid, axis=1)
 
-    def of(codec: Codec, params: Tree, old: Tree) -> Tree:
+    def updated(codec: Codec, params: Tree, old: Tree) -> Tree:
         statistics = codec.statistics
         if not (prefill or statistics.widens):
             return old
@@ -221,7 +221,7 @@ def _with_statistics(
         )
 
     sides = zip(plan.codecs, params, state.stats, strict=False)
-    return dataclasses.replace(state, stats=tuple(of(*side) for side in sides))
+    return dataclasses.replace(state, stats=tuple(updated(*side) for side in sides))
 
 
 def _refresh(
@@ -301,11 +301,11 @@ def _by_chunks(code: Callable[[Tree], Tree], block: Tree, source: Tree, tokens: 
     missing = (chunks * per_chunk - blocks) * tokens
     padded = jax.tree.map(lambda a: jnp.pad(a, ((0, 0), (0, 0), (0, missing), (0, 0))), source)
 
-    def one(i: Array) -> Tree:
+    def encode_chunk(i: Array) -> Tree:
         at, count = i * per_chunk * tokens, per_chunk * tokens
         return code(jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, at, count, 2), padded))
 
-    coded = lax.map(one, jnp.arange(chunks, dtype=jnp.int32))
+    coded = lax.map(encode_chunk, jnp.arange(chunks, dtype=jnp.int32))
 
     def joined(spec: BodySpec, chunks: Array) -> Array:
         axis = spec.axis("tokens")

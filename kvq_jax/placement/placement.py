@@ -113,12 +113,12 @@ class Placement:
         returns them so whatever their sharding.
         """
 
-        def of(spec: ArraySpec) -> NamedSharding:
+        def sharding(spec: ArraySpec) -> NamedSharding:
             if not all(spec.shape):
                 return self.everywhere
             return NamedSharding(self.mesh, self.partition(spec))
 
-        return jax.tree.map(of, specs)
+        return jax.tree.map(sharding, specs)
 
     @property
     def everywhere(self) -> NamedSharding:
@@ -128,11 +128,11 @@ class Placement:
     def shard_nbytes(self, specs: Tree) -> int:
         """Return the bytes that each device holds of the arrays that a tree describes. Exact."""
 
-        def of(spec: ArraySpec) -> int:
+        def shard_bytes(spec: ArraySpec) -> int:
             shape = NamedSharding(self.mesh, self.partition(spec)).shard_shape(spec.shape)
             return jax.ShapeDtypeStruct(shape, spec.struct.dtype).size * spec.struct.dtype.itemsize
 
-        return sum(map(of, jax.tree.leaves(specs)))
+        return sum(map(shard_bytes, jax.tree.leaves(specs)))
 
     def constrained(self, array: jax.Array, *names: AxisName) -> jax.Array:
         """Return an array with axes of these names, split as a cache splits them. For use in a

@@ -190,12 +190,12 @@ def exact_share(spec: kvq.cache.CacheSpec, config: ModelDims, sizes: Sizes) -> f
     a model: layers with a sliding window read fewer."""
     layers = Counter(plan.regions for plan in kvq.cache.layout(spec, config, 1, sizes.width).plans)
 
-    def of(regions: Regions, tokens: int) -> float:
+    def share(regions: Regions, tokens: int) -> float:
         read = min(tokens, regions.window or tokens)
         return min(tokens - int(regions.aged_tokens(tokens)), read) / read
 
     reads = range(sizes.context + 1, sizes.width)
-    shares = [np.mean([of(regions, n) for n in reads]) for regions in layers]
+    shares = [np.mean([share(regions, n) for n in reads]) for regions in layers]
     return float(np.average(shares, weights=list(layers.values())))
 
 

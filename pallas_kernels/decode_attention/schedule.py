@@ -162,12 +162,12 @@ class Schedule:
         program = pl.program_id(0)
         begin, end = self.share(limits_ref, program)
 
-        def one(at: Array) -> Array:
+        def read_run(at: Array) -> Array:
             run = self.run(limits_ref, at, end)
             read(run, lambda: program + run.row * self.heads + run.head)
             return at + run.end - run.first
 
-        lax.while_loop(lambda at: at < end, one, begin)
+        lax.while_loop(lambda at: at < end, read_run, begin)
 
     def pieces_of(
         self, limits_ref: Any, number: Int[Array, ""], head: Int[Array, ""]

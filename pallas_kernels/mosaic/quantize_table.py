@@ -108,10 +108,10 @@ class Pool:
         """Return the carry of step(head, first channel, carry) over the rows of all heads."""
         chunks = jnp.int32(self.channels // COLUMNS)
 
-        def at(i: Any, carry: Any) -> Any:
+        def step_of_chunk(i: Any, carry: Any) -> Any:
             return step(lax.div(i, chunks), COLUMNS * lax.rem(i, chunks), carry)
 
-        return lax.fori_loop(jnp.int32(0), self.heads * chunks, at, start)
+        return lax.fori_loop(jnp.int32(0), self.heads * chunks, step_of_chunk, start)
 
     def of_channels(self, head: Any, columns: Any, rows: int) -> Ranges:
         """Return the ranges of channels, which come with the parameters, [WARPS, rows, columns]."""

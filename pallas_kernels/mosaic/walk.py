@@ -88,9 +88,9 @@ class Walk:
         """Call `read` with each run of a program's share, and with the place of its piece."""
         begin, end = self.share(program)
 
-        def one(at: jax.Array) -> jax.Array:
+        def read_run(at: jax.Array) -> jax.Array:
             run = self.run(at, end)
             read(run, program + run.row * self.schedule.heads + run.head)
             return at + run.end - run.first
 
-        lax.while_loop(lambda at: at < end, one, begin)
+        lax.while_loop(lambda at: at < end, read_run, begin)

@@ -98,14 +98,14 @@ def corrections(
     layers never returned (docs/decisions/methods.md).
     """
 
-    def of(matrix: Array) -> Array:
+    def updates_of(matrix: Array) -> Array:
         return updates(*directions(matrix, rank), lam, block)
 
     def one_by_one(matrix: Array) -> Array:
-        matrices = lax.map(of, matrix.reshape(-1, 1, 1, *matrix.shape[2:]))
+        matrices = lax.map(updates_of, matrix.reshape(-1, 1, 1, *matrix.shape[2:]))
         return matrices.reshape(*matrix.shape[:2], *matrices.shape[3:])
 
-    return lax.platform_dependent(matrix, cpu=one_by_one, default=of)
+    return lax.platform_dependent(matrix, cpu=one_by_one, default=updates_of)
 
 
 def directions(

@@ -217,7 +217,7 @@ def decode_scan(
             for a in (tokens, *beside)
         ]
 
-        def one(cache: Cache, i: Array) -> tuple[Cache, Any]:
+        def one_step(cache: Cache, i: Array) -> tuple[Cache, Any]:
             now, *others = (lax.dynamic_slice_in_dim(a, i * step, step, axis=1) for a in padded)
             begun = begin(cache, step, lengths - i * step, prefill=False, parameters=parameters)
             hidden, cache = run_layers(llama, begun, now)
@@ -227,5 +227,5 @@ def decode_scan(
         def joined(term: Array) -> Array:
             return jnp.moveaxis(term, 0, 1).reshape(rows, -1)[:, :length]
 
-        cache, terms = lax.scan(one, cache, jnp.arange(steps, dtype=jnp.int32))
+        cache, terms = lax.scan(one_step, cache, jnp.arange(steps, dtype=jnp.int32))
         return jax.tree.map(joined, terms), cache

@@ -271,7 +271,7 @@ def _loop(
     def go_on(now: GenerationState) -> Array:
         return (now.step < until) & ~jnp.all(now.ended)
 
-    def one(now: GenerationState) -> GenerationState:
+    def one_step(now: GenerationState) -> GenerationState:
         active = ~now.ended
         token, logprob = sample(now.logits, settings.sampling, settings.key, now.step)
         token, logprob = jnp.where(active, token, 0), jnp.where(active, logprob, 0)
@@ -289,7 +289,7 @@ def _loop(
             now.finite & (~active | jnp.all(jnp.isfinite(now.logits), axis=-1)),
         )
 
-    last = lax.while_loop(go_on, one, state)
+    last = lax.while_loop(go_on, one_step, state)
     if last.cache.placement is None:
         return last
     # every host reads these

@@ -94,7 +94,7 @@ def finish_layer(
     hidden = jnp.pad(hidden, ((0, 0), (0, padding), (0, 0)))
     attention = jnp.pad(attention, ((0, 0), (0, 0), (0, padding), (0, 0)))
 
-    def one(i: Array) -> HiddenBTD:
+    def finish_chunk(i: Array) -> HiddenBTD:
         at = i * FINISH_CHUNK
         return layer.finish(
             lax.dynamic_slice_in_dim(hidden, at, FINISH_CHUNK, 1),
@@ -102,5 +102,5 @@ def finish_layer(
             placement,
         )
 
-    done = jnp.moveaxis(lax.map(one, jnp.arange(chunks, dtype=jnp.int32)), 0, 1)
+    done = jnp.moveaxis(lax.map(finish_chunk, jnp.arange(chunks, dtype=jnp.int32)), 0, 1)
     return done.reshape(hidden.shape)[:, :length]

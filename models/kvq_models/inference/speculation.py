@@ -128,7 +128,7 @@ def advance(
     def live(now: GenerationState) -> Bool[Array, "B"]:
         return ~now.ended & (now.lengths < until)
 
-    def one(carry: tuple[GenerationState, History]) -> tuple[GenerationState, History]:
+    def one_step(carry: tuple[GenerationState, History]) -> tuple[GenerationState, History]:
         now, history = carry
         first = best_token(now.logits)[:, None]
         known = _added(history, first, live(now)[:, None])
@@ -170,7 +170,7 @@ def advance(
         )
         return state, _added(history, asked, taken)
 
-    return lax.while_loop(lambda carry: jnp.any(live(carry[0])), one, (state, history))
+    return lax.while_loop(lambda carry: jnp.any(live(carry[0])), one_step, (state, history))
 
 
 def look_up(history: History, drafts: int) -> Int[Array, "B drafts"]:

@@ -76,7 +76,7 @@ def step_slots(
     cache = dataclasses.replace(cache, lengths=jnp.where(active, cache.lengths, 0))
     rows = jnp.arange(len(tokens))
 
-    def one(i: Array, state: tuple[Array, Cache, Offsets, Drawn]) -> tuple:
+    def one_step(i: Array, state: tuple[Array, Cache, Offsets, Drawn]) -> tuple:
         tokens, cache, offsets, drawn = state
         logits, cache = decode_step(llama, cache, tokens, active, implementation=implementation)
         offsets, shifted = lax.cond(
@@ -91,7 +91,7 @@ def step_slots(
     nothing = jax.tree.map(
         lambda one: jnp.zeros((STEPS, *one.shape), one.dtype), jax.eval_shape(draw, offsets, rules)
     )
-    _, cache, offsets, drawn = lax.fori_loop(0, count, one, (tokens, cache, offsets, nothing))
+    _, cache, offsets, drawn = lax.fori_loop(0, count, one_step, (tokens, cache, offsets, nothing))
     return drawn, cache, _constrained(offsets, cache.placement)
 
 
@@ -142,7 +142,7 @@ def _scores(
     padded = jnp.pad(hidden[0], ((0, parts * SCORED - width), (0, 0)))
     asked = jnp.pad(following[0], (0, parts * SCORED - width))
 
-    def one(part: Array) -> tuple[Array, Array, Array]:
+    def score_part(part: Array) -> tuple[Array, Array, Array]:
         logits = llama.logits(lax.dynamic_slice_in_dim(padded, part * SCORED, SCORED)[None])[0]
         logprobs = jax.nn.log_softmax(logits, axis=-1)
         following_part = lax.dynamic_slice_in_dim(asked, part * SCORED, SCORED)
@@ -151,7 +151,7 @@ def _scores(
 
     following_logprobs, likely, values = (
         a.reshape(parts * SCORED, *a.shape[2:])[:width]
-        for a in lax.map(one, jnp.arange(parts, dtype=jnp.int32))
+        for a in lax.map(score_part, jnp.arange(parts, dtype=jnp.int32))
     )
     last = llama.logits(
         jnp.take_along_axis(hidden, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)
