@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import bisect
+import contextlib
 from collections.abc import Sequence
 
 import kvq_jax as kvq
@@ -80,13 +81,21 @@ def budgets(
 
 
 def max_bits(
-    nbytes: int, config: LlamaConfig, batch: int, context: int, dtype: str, bases: Bases
+    nbytes: int,
+    config: LlamaConfig,
+    batch: int,
+    context: int,
+    dtype: str,
+    bases: Bases,
+    recent: int | None = None,
 ) -> float:
-    """Return the most bits whose resident bytes fit, to 1/16. Raises ValueError, in one line, if
-    not even the fewest do."""
+    """Return the most bits whose resident bytes fit, to 1/16, if the newest `recent` tokens are
+    exact (None: as many as usual). Raises ValueError, in one line, if not even the fewest do."""
+    window = "" if recent is None else f",recent={recent}"
 
     def size(sixteenths: int) -> int:
-        return kvq.size.of(bases.spec(sixteenths / 16), config, batch, context, dtype).resident
+        spec = bases.spec(sixteenths / 16) + window
+        return kvq.size.of(spec, config, batch, context, dtype).resident
 
     choices = range(16 * MIN_BITS, 16 * MAX_BITS + 1)
     fitting = bisect.bisect_right(choices, nbytes, key=size)
@@ -96,3 +105,21 @@ def max_bits(
             f" {format_bytes(size(choices[0]))} at the least"
         )
     return choices[fitting - 1] / 16
+
+
+def bits_by_recent(
+    nbytes: int,
+    recents: Sequence[int],
+    config: LlamaConfig,
+    batch: int,
+    context: int,
+    dtype: str,
+    bases: Bases,
+) -> dict[int, float]:
+    """Return the most bits within these resident bytes if the newest `recents` tokens are exact,
+    for each number with which any cache fits."""
+    bits = dict[int, float]()
+    for recent in recents:
+        with contextlib.suppress(ValueError):
+            bits[recent] = max_bits(nbytes, config, batch, context, dtype, bases, recent)
+    return bits

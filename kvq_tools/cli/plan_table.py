@@ -74,5 +74,9 @@ def _short(name: str) -> str:
     """Return a cache's name without the digits of its widths. The last line has them."""
     if not name.startswith(f"{METHOD}:") or "k_widths" not in name:
         return name
-    bases = Bases.of(kvq.parse(name).k)
-    return METHOD if bases == Bases() else bases.spec()
+    spec = kvq.parse(name)
+    bases = Bases.of(spec.k)
+    short = METHOD if bases == Bases() else bases.spec()
+    if spec.recent == kvq.parse(METHOD).recent:
+        return short
+    return f"{short}{',' if ':' in short else ':'}recent={spec.recent}"

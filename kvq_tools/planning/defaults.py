@@ -12,6 +12,7 @@ if TYPE_CHECKING:  # the options of a command are declared without JAX
 METHOD = "waterfill"
 KEY_BASES, VALUE_BASES = ("pairs", "eigen"), ("eigen", "rotation")
 MEASURED = (1.5, 2.5, 4.0)  # stored bits at which every side is measured
+RECENTS = (128, 256, 512)  # newest tokens to keep exact, tried beside the method's own
 SCORED = 4 * STEP  # tokens of a window after the prompt
 WINDOW, WINDOWS = 512 + SCORED, 2
 CODE = "Python's standard library"  # what is measured without --other-text

@@ -7,23 +7,24 @@ caches.
     3. choose widths for a budget from the mean over both texts, shrunk (allocation.py)
     4. read waterfill with equal shares on these windows and on more: for each text, their ratio
        scales the sums of costs
-    5. on further windows, check this cache, the one with equal shares, and the largest cache of
-       each other method that fits
+    5. on further windows, check this cache, the one with equal shares, those that keep more of the
+       newest tokens exact and fewer bits of the others, and the largest cache of each other method
+       that fits
 
 Every number goes to a journal at once, from which the same request continues.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-import jax.numpy as jnp
 import numpy as np
 
 import kvq_jax as kvq
@@ -45,12 +46,14 @@ from kvq_tools.evaluation.journal import Journal
 from kvq_tools.evaluation.results import finite
 from kvq_tools.evaluation.run import measure_rows
 from kvq_tools.planning.allocation import SIDES, Costs, Widths, costs_of, mean
-from kvq_tools.planning.defaults import MEASURED, METHOD, Bases
+from kvq_tools.planning.defaults import MEASURED, METHOD, SCORED, Bases
 from kvq_tools.planning.request import SCALING, TEXTS, WHOLE, Kind, PlanRequest
 from kvq_tools.planning.sensitivity import Sensitivity, one_side
 from kvq_tools.planning.unmeasured import spec_of, widths_within
 
 MEASURED_PROFILES = 2
+MAX_FEWER = 0.75  # bits, for which KL is three times as large: no more exact tokens are worth it
+SHARE_BIAS = 2.0  # docs/decisions/planner.md
 MIN_COST = 1e-12  # nats; no cost is 0, so that logarithms exist
 RIVALS = tuple(  # the other methods: those that need no calibration
     f"{name}:bits={bits}"
@@ -82,18 +85,25 @@ class MeasuredSide(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """A cache measured as a whole: its KL in nats per token on the text and on the other text, inf
-    if the model's predictions through it are not finite, and what the sum of the sides predicts for
-    each text (None for other methods)."""
+    """A cache measured as a whole.
+
+    Args:
+        kl: in nats per token on the text and on the other text, inf if the model's predictions
+            through the cache are not finite.
+        predicted: what the sum of the sides predicts for each text (None for other caches).
+        share: of the tokens of a prompt, those that this cache keeps exact and others do not.
+    """
 
     spec: CacheSpec
     kl: tuple[float, float]
     predicted: tuple[float, float] | None
+    share: float
 
     @property
-    def mean(self) -> float:
-        """Return the geometric mean over the texts."""
-        return math.sqrt(math.prod(self.kl))
+    def compared(self) -> float:
+        """Return the number by which caches are chosen: the geometric mean of KL over the texts
+        times 1 + SHARE_BIAS * share, because in a longer context that share is smaller."""
+        return math.sqrt(math.prod(self.kl)) * (1 + SHARE_BIAS * self.share)
 
 
 class PlannedCache(NamedTuple):
@@ -270,48 +280,68 @@ class Planner:
         bits: float,
         context: int,
         fits: Callable[[CacheSpec], bool],
+        bits_by_recent: Mapping[int, float],
     ) -> list[Checked]:
         """Measure the best caches of `bits` bits as a whole on windows of both texts that nothing
-        else has seen, and of other methods those that fit. Return them with the best first."""
+        else has seen, those with as many exact newest tokens and bits as `bits_by_recent` has, and
+        of other methods those that fit. Return them with the best first."""
         equal, planned = self._equal(bits), self.planned(predictions, bits, context)
         # waterfill is the only method whose widths have predictions
         method, dims = cast("Waterfill", equal.k), self.calibration.dims
         layers = range(dims.num_hidden_layers)
         shares = [(method.widths("k", i, dims), method.widths("v", i, dims)) for i in layers]
         ours = {equal: predictions.of(shares), planned.spec: planned.predicted}
-        specs = [*ours, *filter(fits, map(kvq.parse, rivals(self.llama.config, bits)))]
+        wider = (
+            dataclasses.replace(self.planned(predictions, fewer, context).spec, recent=recent)
+            for recent, fewer in bits_by_recent.items()
+            if bits - fewer <= MAX_FEWER
+        )
+        specs = [*ours, *wider, *filter(fits, map(kvq.parse, rivals(self.llama.config, bits)))]
         self._read((spec, text, "check") for spec in specs for text in TEXTS)
         checked = list[Checked]()
         for spec in specs:
-            text, other = (self._kl(spec, text, "check") for text in TEXTS)
-            checked.append(Checked(spec, (text, other), ours.get(spec)))
-        return sorted(checked, key=lambda one: one.mean)
+            kl = tuple(self._kl(spec, text, "check") for text in TEXTS)
+            share = max(0, spec.recent - equal.recent) / (self.request.checked - SCORED)
+            checked.append(Checked(spec, cast("tuple[float, float]", kl), ours.get(spec), share))
+        return sorted(checked, key=lambda one: one.compared)
 
     def _equal(self, bits: float) -> CacheSpec:
         return resolved(self.bases.spec(bits), self.calibration)
 
     def _read(self, work: Iterable[tuple[CacheSpec, int, Kind]]) -> None:
-        """Measure whole caches on windows of a text, except what an earlier call measured."""
-        missing = [one for one in work if _key(*one) not in self.journal.rows]
-        for spec, text, kind in self.progress(missing, "reading whole caches"):
-            known = isinstance(spec.k, Waterfill)
-            llama = self.prepared if known else prepare(self.llama, spec)
-            (quality,) = measure_rows(
-                [(llama, spec)],
-                jnp.asarray(self.request.rows(text, kind)),
-                prompt=self.request.prompt,
+        """Measure whole caches on windows of a text, except what an earlier call measured. Those
+        on the same windows are measured together, because they share the exact prompts."""
+        missing: dict[tuple[int, Kind], list[CacheSpec]] = {}
+        for spec, text, kind in work:
+            if self._key(spec, text, kind) not in self.journal.rows:
+                missing.setdefault((text, kind), []).append(spec)
+        for (text, kind), specs in missing.items():
+            rows = self.request.rows(text, kind)
+            count = "1 cache" if len(specs) == 1 else f"{len(specs)} caches"
+            message = f"reading {count}, {('text', 'other text')[text]}"
+            qualities = measure_rows(
+                [(self._model(spec), spec) for spec in specs],
+                rows,
+                prompt=rows.shape[1] - SCORED,
                 batch=self.request.windows,  # of all kinds: one program
+                progress=lambda items, _, message=message: self.progress(items, message),
                 kept=self.exact.setdefault((text, kind), {}),
             )
-            self.journal.add(_key(spec, text, kind), {"kl": finite(float(quality.kl.mean()))})
+            for spec, quality in zip(specs, qualities, strict=True):
+                kl = finite(float(quality.kl.mean()))
+                self.journal.add(self._key(spec, text, kind), {"kl": kl})
+
+    def _model(self, spec: CacheSpec) -> Llama:
+        return self.prepared if isinstance(spec.k, Waterfill) else prepare(self.llama, spec)
 
     def _kl(self, spec: CacheSpec, text: int, kind: Kind) -> float:
-        kl = self.journal.rows[_key(spec, text, kind)]["kl"]
+        kl = self.journal.rows[self._key(spec, text, kind)]["kl"]
         return math.inf if kl is None else kl
 
-
-def _key(spec: CacheSpec, text: int, kind: Kind) -> str:
-    return f"cache {spec}, text {text}, {kind}"
+    def _key(self, spec: CacheSpec, text: int, kind: Kind) -> str:
+        longer = self.request.checked if kind == "check" else self.request.window
+        windows = "" if longer == self.request.window else f" of {longer} tokens"
+        return f"cache {spec}, text {text}, {kind}{windows}"
 
 
 def rivals(config: LlamaConfig, bits: float) -> list[str]:

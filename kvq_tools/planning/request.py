@@ -2,7 +2,9 @@
 
 waterfill is calibrated on the first half of the text. Its second half, and the other text, have
 windows of three kinds, in turns: those on which sides are measured, those by which sums of sides
-are scaled, and those on which whole caches are checked, which nothing else has seen.
+are scaled, and those on which whole caches are checked, which nothing else has seen. The last are
+longer if the text and the context allow, so that caches which differ in their exact windows can be
+told apart.
 """
 
 from __future__ import annotations
@@ -14,21 +16,23 @@ from jaxtyping import Int
 
 import kvq_jax as kvq
 from kvq_jax.types.array_types import ModelDims
-from kvq_tools.planning.defaults import METHOD, SCORED
+from kvq_tools.planning.defaults import METHOD, RECENTS, SCORED
 
 Kind = Literal["sides", "scale", "check"]
 SCALING: tuple[Kind, Kind] = "sides", "scale"
 TEXTS = range(2)  # the text and the other one
 WHOLE = 4  # times as many windows for whole caches, of either kind, as for sides
+LONGER = 4  # times the exact tokens of a cache that is checked, at least, in a prompt
 
 
 class PlanRequest(NamedTuple):
     """The data of the measurements: token ids of the text and of a text of another kind, windows of
-    `window` tokens, and samples of a calibration."""
+    `window` tokens, those of whole caches of up to `longest`, and samples of a calibration."""
 
     ids: Int[np.ndarray, " n"]
     other: Int[np.ndarray, " m"]
     window: int
+    longest: int
     windows: int
     samples: int
     length: int
@@ -41,12 +45,29 @@ class PlanRequest(NamedTuple):
 
     def rows(self, text: int, kind: Kind) -> Int[np.ndarray, "B T"]:
         """Return the windows of a kind, spread evenly over a text."""
-        ids = (self.halves[1], self.other)[text]
-        starts = np.linspace(0, len(ids) - self.window, self._count).astype(int)
-        every = np.stack([ids[start : start + self.window] for start in starts]).astype(np.int32)
-        sides = np.arange(len(every)) % (1 + 2 * WHOLE) == 0
-        whole = every[~sides]
-        return {"sides": every[sides], "scale": whole[::2], "check": whole[1::2]}[kind]
+        ids = self._texts[text]
+        ends = np.linspace(self.window, len(ids), self._count).astype(int)
+        sides = np.arange(self._count) % (1 + 2 * WHOLE) == 0
+        whole = ends[~sides]
+        ends = {"sides": ends[sides], "scale": whole[::2], "check": whole[1::2]}[kind]
+        width = self.checked if kind == "check" else self.window
+        return np.stack([ids[end - width : end] for end in ends]).astype(np.int32)
+
+    @property
+    def _texts(self) -> tuple[np.ndarray, np.ndarray]:
+        return self.halves[1], self.other
+
+    @property
+    def checked(self) -> int:
+        """Return the tokens of a window on which whole caches are checked: as many as the largest
+        of RECENTS needs, if no other window has them."""
+        between = min((len(ids) - self.window) // (self._count - 1) for ids in self._texts)
+        return max(self.window, min(LONGER * max(RECENTS) + SCORED, self.longest, between))
+
+    @property
+    def recents(self) -> tuple[int, ...]:
+        """Return those of RECENTS that such windows can tell apart."""
+        return tuple(recent for recent in RECENTS if LONGER * recent <= self.checked - SCORED)
 
     @property
     def _count(self) -> int:

@@ -68,7 +68,7 @@ class ChannelKeys(CodebookKeys):
     def views(self, stored: Sequence[jax.Array]) -> list[jax.Array]:
         """Return the views of the words, and those of scales and zero points, [1, K, 1, H]. Without
         a copy engine these are one array [1, K, n, H], in which they repeat, so that every thread
-        of a block copies two of them (`route.least_tile`)."""
+        of a block copies two of them (`route.min_tile`)."""
         pair = [s.astype(jnp.float16) for s in stored[self._sets + 1 :][:2]]
         views = [s[None, :, None] for s in pair]
         if float(target_capability()) < BULK:

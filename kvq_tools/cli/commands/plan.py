@@ -213,6 +213,11 @@ def _measured(
         size = kvq.size.of(spec, config, options.batch, context, options.dtype)
         return isinstance(budget, Bits) or size.resident <= budget.nbytes
 
+    def resident(bases: Bases) -> int:
+        if isinstance(budget, Bytes):
+            return budget.nbytes
+        return kvq.size.of(bases.spec(bits[bases]), *size).resident
+
     size = config, options.batch, context, options.dtype
     caches: list[dict[str, Any]] = []
     checked: list[tuple[Checked, Planner]] = []
@@ -223,7 +228,10 @@ def _measured(
             predictions = planner.predictions(planner.costs(), level)
             # other methods are read once
             rivals = fits if planner is planners[0] else lambda _: False
-            best = planner.check(predictions, level, context, rivals)
+            wider = plan_budget.bits_by_recent(
+                resident(planner.bases), planner.request.recents, *size, planner.bases
+            )
+            best = planner.check(predictions, level, context, rivals, wider)
             others = {
                 shown: planner.planned(predictions, shown, context)
                 for shown in SHOWN
@@ -238,8 +246,8 @@ def _measured(
             described(str(one.spec), level, *size) | kl_on_texts(one.predicted, one.kl)
             for one in best
         ]
-    chosen, planner = min(checked, key=lambda one: one[0].mean)
-    if chosen.mean == math.inf:
+    chosen, planner = min(checked, key=lambda one: one[0].compared)
+    if chosen.compared == math.inf:
         raise UserError("the model's predictions are finite through no cache of this budget")
     return {
         "text": options.text,
@@ -281,6 +289,7 @@ def _planners(
         ids,
         other,
         window,
+        min(config.positions, options.context or config.positions),
         0 if options.fast else options.windows,
         SAMPLES,
         min(LENGTH, config.positions),

@@ -48,10 +48,10 @@ With --text, it measures. waterfill is calibrated on the first half of the text
 ({SAMPLES} x {LENGTH} tokens). Then every side of every layer is read through the cache by
 itself, at {_WIDTHS} bits, on windows of the second half and of --other-text.
 This gives the widths of all layers. The best caches of the budget, also of
-other methods, are then read as a whole on further windows of both texts, and
-the one with the least KL wins. Every number is saved at once: after Ctrl-C the
-same command continues, and another budget for the same model and texts measures
-only its last step.
+other methods and with more exact tokens for fewer bits, are then read as a
+whole on further windows of both texts, and the one with the least KL wins.
+Every number is saved at once: after Ctrl-C the same command continues, and
+another budget for the same model and texts measures only its last step.
 
 With --fast or without a text, nothing is measured: widths come from the
 energies of waterfill's calibration, which also predicts the KL, to second

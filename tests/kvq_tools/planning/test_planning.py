@@ -183,10 +183,12 @@ def test_a_measured_plan_goes_on_from_what_was_measured_and_takes_the_cache_of_t
     read, measure = list[str](), measuring.measure_rows
 
     def overflowing_first(candidates, *args, **sizes):
-        (quality,) = measure(candidates, *args, **sizes)
-        read.append(str(candidates[0][1]))
-        first = math.nan if read[0] == read[-1] else 1
-        return [quality._replace(token_kl=quality.token_kl * first)]
+        names = [str(spec) for _, spec in candidates]
+        read.extend(names)
+        return [
+            quality._replace(token_kl=quality.token_kl * (math.nan if name == read[0] else 1))
+            for name, quality in zip(names, measure(candidates, *args, **sizes), strict=True)
+        ]
 
     monkeypatch.setattr(measuring, "measure_rows", overflowing_first)
     found = run_json(command, "--out", tmp_path / "plan.json", "--picture", tmp_path / "plan.png")
@@ -241,7 +243,7 @@ def test_sides_scales_and_checks_have_windows_of_their_own(monkeypatch: pytest.M
     monkeypatch.setattr(request, "WHOLE", 2)
     config = open_checkpoint.read_config(EMBEDDED)
     ids = np.arange(20000, dtype=np.int32)
-    asked = PlanRequest(ids[:12000], ids[12000:], 300, 3, 2, 512)
+    asked = PlanRequest(ids[:12000], ids[12000:], 300, 300, 3, 2, 512)
     kinds = "sides", "scale", "check"
     rows = {one: asked.rows(*one) for one in itertools.product(request.TEXTS, kinds)}
     assert [len(every) for every in rows.values()] == 2 * [3, 6, 6]
@@ -255,3 +257,18 @@ def test_sides_scales_and_checks_have_windows_of_their_own(monkeypatch: pytest.M
     with pytest.raises(ValueError, match="--other-text has 4499 tokens, and 15 windows of 300"):
         asked._replace(other=ids[:4499]).check(config)
     asked._replace(ids=ids[:9000], other=ids[:4500]).check(config)
+
+
+def test_checks_have_as_much_text_before_them_as_no_other_window_has(monkeypatch):
+    monkeypatch.setattr(request, "WHOLE", 1)
+    monkeypatch.setattr(request, "RECENTS", (20, 200))
+    ids = np.arange(6000, dtype=np.int32)
+    short = PlanRequest(np.zeros(12000, np.int32), ids, 300, 300, 3, 2, 512)
+    long = short._replace(longest=9999)
+    assert (short.checked, short.recents) == (300, (20,))
+    assert (long.checked, long.recents) == ((6000 - 300) // 8, (20,)), "200 need a prompt of 800"
+    assert long._replace(windows=2).recents == (20, 200)
+    before, after = (asked.rows(1, "check") for asked in (short, long))
+    np.testing.assert_array_equal(after[:, -300:], before)
+    others = [long.rows(1, kind).reshape(-1) for kind in ("sides", "scale")]
+    assert not set(after.reshape(-1).tolist()) & set(np.concatenate(others).tolist())

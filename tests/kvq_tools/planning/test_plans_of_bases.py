@@ -2,6 +2,7 @@
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -145,15 +146,21 @@ def test_a_calibration_is_no_choice_between_two_bases(shallow, run):
     assert err.splitlines()[-1].endswith("and --calibration is one: leave it out")
 
 
+def resident(described: dict[str, Any]) -> int:
+    """Return the resident bytes of one sequence."""
+    return described["resident_by_batch"][0]["bytes"]
+
+
 def test_a_plan_measures_values_in_a_rotation_and_auto_finds_it(
     shallow, cache_folder, run_json, run, monkeypatch, tmp_path
 ):
     monkeypatch.setattr(measuring, "MEASURED", (1.5, 3.0))
     monkeypatch.setattr(measuring, "RIVALS", ())
     monkeypatch.setattr(request, "WHOLE", 1)
+    monkeypatch.setattr(request, "RECENTS", (128,))
     text = tmp_path / "text.txt"
     text.write_text(PASSAGE.read_text() * 2)
-    sizes = "--window=284", "--windows=1", "--context=512", "--budget=2bits"
+    sizes = "--window=284", "--windows=1", "--context=1024", "--budget=2bits"
     asked = "--key-basis=eigen", "--value-basis=rotation"
     found = run_json("plan", shallow, f"--text={text}", *sizes, *asked)
     chosen, rotated = method_of(found["chosen"]), Bases("eigen", "rotation")
@@ -164,10 +171,15 @@ def test_a_plan_measures_values_in_a_rotation_and_auto_finds_it(
     checked = [one for one in found["caches"] if one["measured_kl"] is not None]
     levels = [one["predicted_kl"] for one in found["caches"] if one["measured_kl"] is None]
     assert levels == sorted(levels, reverse=True), "a larger budget costs less KL"
+    wider = [one for one in checked if kvq.parse(one["name"]).recent == 128]
+    checked = [one for one in checked if one not in wider]
     assert len(checked) == 2, "equal shares and those of the costs"
+    (wider,) = wider
+    assert resident(wider) <= max(map(resident, checked)), "more exact tokens cost no bytes"
+    assert wider["body_bits_per_element"] < checked[0]["body_bits_per_element"]
 
     auto = f"--cache=auto:{rotated.spec(2).partition(':')[2]}"
-    (named,) = run_json("memory", shallow, auto, "--context=512")["caches"]
+    (named,) = run_json("memory", shallow, auto, "--context=1024")["caches"]
     assert named["cache_bytes"] == min(one["bytes"] for one in checked), "without its text"
     alone = run_json("plan", shallow, *sizes[2:], "--calibration", found["calibration"])
     assert Bases.of(method_of(alone["chosen"])) == rotated, "a calibration decides its bases"

@@ -81,8 +81,8 @@ def test_windows_of_a_text_leave_something_to_quantize_in_layers_with_a_sink_too
     layers = (Attention(window=256), Attention())
     config = kvq.CacheDims(**SIZES | {"num_hidden_layers": 2}, attention=layers)
     ids = np.zeros(8192, np.int32)
-    PlanRequest(ids, ids, minimum, 1, 1, 64).check(config)
+    PlanRequest(ids, ids, minimum, minimum, 1, 1, 64).check(config)
     with pytest.raises(
         ValueError, match=rf"windows of {minimum - 1} tokens leave .* at least {minimum}"
     ):
-        PlanRequest(ids, ids, minimum - 1, 1, 1, 64).check(config)
+        PlanRequest(ids, ids, minimum - 1, minimum - 1, 1, 1, 64).check(config)

@@ -1,0 +1,52 @@
+"""What exact newest tokens do to KL: after prompts of several lengths, the KL of caches with 32 to
+512 exact newest tokens over that with 32, on the same windows of each text.
+
+    python -m laboratory.studies.recent_tokens smollm2 --text novel.txt --text wiki.txt
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+
+from kvq_models import load_llama
+from kvq_tools.evaluation.intervals import paired_ratio
+from kvq_tools.evaluation.run import measure_rows
+
+METHODS = "turboquant:bits=3", "turboquant:bits=2", "kivi:bits=2"  # which need no calibration
+RECENTS = 32, 64, 128, 256, 512
+SCORED = 124
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model")
+    parser.add_argument("--text", action="append", required=True, type=Path)
+    parser.add_argument("--prompt", type=int, default=2048, help="tokens before the scored ones")
+    parser.add_argument("--windows", type=int, default=4, help="of each text")
+    asked = parser.parse_args()
+    llama, tokenizer = load_llama(asked.model, dtype="float32")
+    width, rows = asked.prompt + 1 + SCORED, []
+    for path in asked.text:
+        ids = np.asarray(tokenizer(path.read_text(), verbose=False).input_ids, np.int32)
+        starts = np.linspace(0, len(ids) - width, asked.windows).astype(int)
+        rows += [ids[start : start + width] for start in starts]
+    recents = [recent for recent in RECENTS if recent <= asked.prompt // 4]
+    specs = [f"{m},sink=4,recent={recent},block=32" for m in METHODS for recent in recents]
+    found = measure_rows(
+        [(llama, spec) for spec in specs],
+        np.stack(rows),
+        prompt=asked.prompt,
+        scored=SCORED,
+        batch=2,
+    )
+    for i, (spec, quality) in enumerate(zip(specs, found, strict=True)):
+        first = found[i - i % len(recents)]
+        ratio, interval = paired_ratio(quality.kl.tolist(), first.kl.tolist())
+        print(f"{spec:45} KL {quality.kl.mean():.4f}, ratio {ratio:.2f} {interval}")
+
+
+if __name__ == "__main__":
+    main()
