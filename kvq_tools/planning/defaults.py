@@ -15,6 +15,8 @@ MEASURED = (1.5, 2.5, 4.0)  # stored bits at which every side is measured
 RECENTS = (128, 256, 512)  # newest tokens to keep exact, tried beside the method's own
 SCORED = 4 * STEP  # tokens of a window after the prompt
 WINDOW, WINDOWS = 512 + SCORED, 2
+LONGER = 4  # times the exact tokens of a cache that is checked, at least, in a prompt
+LONGEST = LONGER * max(RECENTS) + SCORED  # tokens of a window on which whole caches are checked
 CODE = "Python's standard library"  # what is measured without --other-text
 SAMPLES, LENGTH = 2, 1024  # samples of the calibration, and tokens of each
 

@@ -268,11 +268,17 @@ class Planner:
         text, other = map(float, of_more / of_sides)
         return Predictions(costs, (text, other))
 
-    def planned(self, predictions: Predictions, bits: float, context: int) -> PlannedCache:
-        """Return waterfill with widths for `bits` stored bits in sequences of `context` tokens."""
+    def planned(
+        self, predictions: Predictions, bits: float, context: int, recent: int | None = None
+    ) -> PlannedCache:
+        """Return waterfill with widths for `bits` stored bits in sequences of `context` tokens, and
+        `recent` exact newest tokens (None: as many as usual)."""
+        spec = self.method
+        if recent is not None:
+            spec = dataclasses.replace(spec, recent=recent)
         costs = mean(predictions.costs).shrunk()
-        widths = widths_within(costs, bits, self.llama.config, context)
-        return PlannedCache(spec_of(widths, self.method), predictions.of(widths))
+        widths = widths_within(costs, bits, self.llama.config, context, spec)
+        return PlannedCache(spec_of(widths, spec), predictions.of(widths))
 
     def check(
         self,
@@ -292,7 +298,7 @@ class Planner:
         shares = [(method.widths("k", i, dims), method.widths("v", i, dims)) for i in layers]
         ours = {equal: predictions.of(shares), planned.spec: planned.predicted}
         wider = (
-            dataclasses.replace(self.planned(predictions, fewer, context).spec, recent=recent)
+            self.planned(predictions, fewer, context, recent).spec
             for recent, fewer in bits_by_recent.items()
             if bits - fewer <= MAX_FEWER
         )

@@ -16,13 +16,12 @@ from jaxtyping import Int
 
 import kvq_jax as kvq
 from kvq_jax.types.array_types import ModelDims
-from kvq_tools.planning.defaults import METHOD, RECENTS, SCORED
+from kvq_tools.planning.defaults import LONGER, METHOD, RECENTS, SCORED
 
 Kind = Literal["sides", "scale", "check"]
 SCALING: tuple[Kind, Kind] = "sides", "scale"
 TEXTS = range(2)  # the text and the other one
 WHOLE = 4  # times as many windows for whole caches, of either kind, as for sides
-LONGER = 4  # times the exact tokens of a cache that is checked, at least, in a prompt
 
 
 class PlanRequest(NamedTuple):
@@ -59,10 +58,10 @@ class PlanRequest(NamedTuple):
 
     @property
     def checked(self) -> int:
-        """Return the tokens of a window on which whole caches are checked: as many as the largest
-        of RECENTS needs, if no other window has them."""
+        """Return the tokens of a window on which whole caches are checked: `longest`, or fewer if
+        another window has them."""
         between = min((len(ids) - self.window) // (self._count - 1) for ids in self._texts)
-        return max(self.window, min(LONGER * max(RECENTS) + SCORED, self.longest, between))
+        return max(self.window, min(self.longest, between))
 
     @property
     def recents(self) -> tuple[int, ...]:

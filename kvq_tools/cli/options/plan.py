@@ -12,6 +12,7 @@ from kvq_tools.planning.defaults import (
     CODE,
     KEY_BASES,
     LENGTH,
+    LONGEST,
     MEASURED,
     SAMPLES,
     VALUE_BASES,
@@ -128,7 +129,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     shared.add_fixed_dtype(parser, "full-precision rows")
     _add_speed(parser)
     shared.add_number(
-        parser, "--window", "W", f"tokens per measured window (default: at most {WINDOW})"
+        parser,
+        "--window",
+        "W",
+        f"tokens per measured window (default: at most {WINDOW}, and {LONGEST} for whole caches)",
     )
     shared.add_number(parser, "--windows", "N", "measured windows", default=WINDOWS)
     parser.add_argument(
