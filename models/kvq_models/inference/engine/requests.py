@@ -126,12 +126,13 @@ class PromptRead:
             for the first).
         likely: the most probable tokens there.
         stored: tokens of the prompt that came from the store of prefixes instead of being read.
+            Events that differ in this alone are equal, because its bits are the same.
     """
 
     ticket: Ticket
     logprobs: tuple[float, ...] = ()
     likely: tuple[Likely, ...] = ()
-    stored: int = 0
+    stored: int = dataclasses.field(default=0, compare=False)
 
 
 @dataclasses.dataclass(frozen=True)
