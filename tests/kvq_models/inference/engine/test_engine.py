@@ -1,6 +1,7 @@
 """The engine: whatever else is running, and whatever a slot held before, a request gets the tokens
 that it gets alone, from the same programs."""
 
+import dataclasses
 import random
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -72,10 +73,10 @@ def answer(engine: Engine, request: Request) -> list[tuple]:
 
 
 def without_ticket(event: Event) -> tuple:
-    return (
-        type(event).__name__,
-        *(value for name, value in vars(event).items() if name != "ticket"),
-    )
+    """Return what was computed: all by which events compare but the ticket."""
+    names = [field.name for field in dataclasses.fields(event) if field.compare]
+    values = (getattr(event, name) for name in names if name != "ticket")
+    return type(event).__name__, *values
 
 
 @jax.jit
