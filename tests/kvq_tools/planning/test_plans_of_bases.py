@@ -158,9 +158,10 @@ def test_a_plan_measures_values_in_a_rotation_and_auto_finds_it(
     monkeypatch.setattr(measuring, "RIVALS", ())
     monkeypatch.setattr(request, "WHOLE", 1)
     monkeypatch.setattr(request, "RECENTS", (128,))
+    monkeypatch.setattr(request, "LONGER", 1)  # a prompt of 160 tokens is long enough
     text = tmp_path / "text.txt"
     text.write_text(PASSAGE.read_text() * 2)
-    sizes = "--window=636", "--windows=1", "--context=1024", "--budget=2bits"
+    sizes = "--window=284", "--windows=1", "--context=1024", "--budget=2bits"
     asked = "--key-basis=eigen", "--value-basis=rotation"
     found = run_json("plan", shallow, f"--text={text}", *sizes, *asked)
     chosen, rotated = method_of(found["chosen"]), Bases("eigen", "rotation")
