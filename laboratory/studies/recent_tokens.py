@@ -35,17 +35,18 @@ def main() -> None:
         rows += [ids[start : start + width] for start in starts]
     recents = [recent for recent in RECENTS if recent <= asked.prompt // 4]
     specs = [f"{m},sink=4,recent={recent},block=32" for m in METHODS for recent in recents]
-    found = measure_rows(
+    qualities = measure_rows(
         [(llama, spec) for spec in specs],
         np.stack(rows),
         prompt=asked.prompt,
         scored=SCORED,
         batch=2,
     )
-    for i, (spec, quality) in enumerate(zip(specs, found, strict=True)):
-        first = found[i - i % len(recents)]
+    for i, (spec, quality) in enumerate(zip(specs, qualities, strict=True)):
+        first = qualities[i - i % len(recents)]
         ratio, interval = paired_ratio(quality.kl.tolist(), first.kl.tolist())
-        print(f"{spec:45} KL {quality.kl.mean():.4f}, ratio {ratio:.2f} {interval}")
+        bounds = "" if quality is first else f" [{interval.low:.2f}, {interval.high:.2f}]"
+        print(f"{spec:45} KL {quality.kl.mean():.4f}, ratio {ratio:.2f}{bounds}")
 
 
 if __name__ == "__main__":

@@ -210,16 +210,17 @@ def _measured(
 ) -> dict[str, Any]:
     """Return the plan that measurements on a text give."""
 
+    size = config, options.batch, context, options.dtype
+
     def fits(spec: kvq.cache.CacheSpec) -> bool:
-        size = kvq.size.of(spec, config, options.batch, context, options.dtype)
-        return isinstance(budget, Bits) or size.resident <= budget.nbytes
+        return isinstance(budget, Bits) or kvq.size.of(spec, *size).resident <= budget.nbytes
 
     def resident(bases: Bases) -> int:
+        """Return the bytes of the budget, or those that its bits take with the usual windows."""
         if isinstance(budget, Bytes):
             return budget.nbytes
         return kvq.size.of(bases.spec(bits[bases]), *size).resident
 
-    size = config, options.batch, context, options.dtype
     caches: list[dict[str, Any]] = []
     checked: list[tuple[Checked, Planner]] = []
     planners = _planners(options, config, list(bits))

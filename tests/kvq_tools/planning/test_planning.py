@@ -272,3 +272,13 @@ def test_checks_have_as_much_text_before_them_as_no_other_window_has(monkeypatch
     np.testing.assert_array_equal(after[:, -300:], before)
     others = [long.rows(1, kind).reshape(-1) for kind in ("sides", "scale")]
     assert not set(after.reshape(-1).tolist()) & set(np.concatenate(others).tolist())
+
+
+def test_a_cache_with_more_of_the_prompt_exact_must_have_less_kl_than_others():
+    usual, wider, too_little = (
+        measuring.Checked(kvq.parse(f"kivi:recent={recent}"), (kl, 4 * kl), None, share)
+        for recent, kl, share in ((96, 1.0, 0.0), (608, 0.6, 0.25), (608, 0.7, 0.25))
+    )
+    assert usual.compared == pytest.approx(2.0), "without a larger share it is the KL"
+    assert wider.compared == pytest.approx(1.8)
+    assert wider.compared < usual.compared < too_little.compared
