@@ -35,7 +35,7 @@ from benchmarks.serving_report import (
     RoomRow,
     ServingReport,
     ServingRow,
-    lines_of,
+    page,
 )
 from kvq_models import load_llama, prepare
 from kvq_models.inference import generation
@@ -324,7 +324,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         prefixes=prefixes,
         **header(("benchmarks.serving", *arguments(argv))),
     )
-    print("\n".join(lines_of(report)))
+    print(page(report, pathlib.Path(args.json or "serving.json")))
     if args.json:
         report.write(args.json)
 

@@ -94,41 +94,6 @@ class ServingReport(Report):
         return next((f"{one.seconds / row.seconds:.2f}" for one in same), "")
 
 
-def lines_of(report: ServingReport) -> list[str]:
-    """Return the report as lines of text."""
-    lines = [
-        f"{'cache':<14} {'activations':<11} {'prompt, new':<15} {'slots':>8} {'requests/s':>11}"
-        f" {'tokens/s':>9} {'first token, median':>20} {'most':>8} {'times one':>10}"
-    ]
-    for row in report.rows:
-        times = report.times_of(row, ALONE)
-        median, maximum = np.median(row.first_token), max(row.first_token)
-        slots = "generate" if row.slots == ALONE else str(row.slots)
-        lines.append(
-            f"{row.cache:<14} {row.activations:<11} {row.lengths:<15} {slots:>8}"
-            f" {row.requests_per_second:>11.3f} {row.new_tokens / row.seconds:>9.1f}"
-            f" {median:>18.2f} s {maximum:>6.2f} s {times:>10}"
-        )
-    lines += [
-        "",
-        (
-            f"{'cache':<14} {'sequences':>10} of {report.capacity} tokens in"
-            f" {report.room[0].memory / 2**30:g} GiB, bfloat16 rows"
-        ),
-    ]
-    lines += [
-        f"{row.cache:<14} {row.sequences:>10}   {row.sequence_bytes} bytes each"
-        for row in report.room
-    ]
-    for row in report.prefixes:
-        lines += [
-            f"{row.cache:<14} a prefix of {row.tokens} tokens: read {row.read:.2f} s, from memory"
-            f" {row.memory:.3f} s ({row.read / row.memory:.0f} times), from disk {row.disk:.3f} s"
-            f" ({row.read / row.disk:.0f} times)"
-        ]
-    return lines
-
-
 def page(report: ServingReport, file: pathlib.Path) -> str:
     """Render the three tables."""
     said = (

@@ -131,9 +131,9 @@ def serving(
                 pass
 
 
-def head_of(body: bytes, path: str = "/v1/completions") -> bytes:
+def head_of(body: bytes) -> bytes:
     return (
-        f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
+        f"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
         f"content-length: {len(body)}\r\n\r\n"
     ).encode()
 

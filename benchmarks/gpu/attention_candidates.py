@@ -20,7 +20,6 @@ from benchmarks.gpu.random_bodies import CHECKED_HEADS, Body, bodies_of, checked
 from benchmarks.gpu.report import INEXACT_MERGE
 from kvq_jax.attention import reference
 from pallas_kernels.decode_attention.kernel import decode_attention
-from pallas_kernels.decode_attention.tuning import Tuning
 from pallas_kernels.launch import Launch
 from pallas_kernels.readers.dense import DenseReader
 
@@ -116,20 +115,6 @@ def attention_tasks(
     return [Planned("attention", name, make) for name, make in tasks.items()]
 
 
-def tuned_tasks(
-    shape: Shape, spec: str, launch: Launch, tunings: Iterable[Tuning]
-) -> list[Planned]:
-    """Return our kernel over one cache in each of these tunings."""
-    return [
-        Planned(
-            "attention",
-            f"{spec}, tile {t.tile}, {t.stages} stages, {t.resident} resident",
-            functools.partial(_fused, shape, spec, (launch,), t),
-        )
-        for t in tunings
-    ]
-
-
 def attention_task(shape: Shape, bf16: bool, moved_bytes: int, **fields: Any) -> Task:
     size = (shape.batch, shape.kv_heads, shape.group, shape.head_dim)
 
@@ -181,11 +166,9 @@ def _over(shape: Shape, bodies: tuple[Body, Body], bf16: bool, **fields: Any) ->
     )
 
 
-def _fused(
-    shape: Shape, spec: str, launches: Sequence[Launch], tuning: Tuning | None = None
-) -> Task:
+def _fused(shape: Shape, spec: str, launches: Sequence[Launch]) -> Task:
     """Make the task of our kernel, over everything that a cache of this spec would hold in its
-    body. tuning: None for the default."""
+    body."""
     bodies = bodies_of(spec, shape)
     off_triton = bodies[0].reader.off_triton
     launches = [one for one in launches if one.route == "mosaic" or not off_triton]
@@ -194,9 +177,7 @@ def _fused(
         keys, values = (
             (body.reader, body.arrays(one)) for body, one in zip(bodies, copy, strict=True)
         )
-        part = decode_attention(
-            x[0], keys, values, x[1], capacity=shape.tokens, tuning=tuning, launch=launch
-        )
+        part = decode_attention(x[0], keys, values, x[1], capacity=shape.tokens, launch=launch)
         return part.o / jnp.maximum(part.l, 1e-30)
 
     return _over(

@@ -10,7 +10,7 @@
 # A process in which CUDA does not start fails. It does not continue on the CPU. Files are whole
 # after every row. A stage that fails or runs out of time does not stop the next. The last lines say
 # what failed, and the exit status is then 1. Nothing is timed beside a compiler. Afterwards,
-# on any machine: python -m benchmarks.results_page; python -m benchmarks.gpu.plots
+# on any machine: python -m benchmarks.results_page
 # PYTHON picks the interpreter, NAME the ending of the files' names, TOTAL the seconds in all.
 # KVQ_BARE=1 uses no package but JAX.
 set -uo pipefail

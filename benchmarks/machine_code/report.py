@@ -12,7 +12,7 @@ import kvq_jax as kvq
 from benchmarks.machine_code.compile import Kernel
 from benchmarks.machine_code.sass import Function, Loop, assemble, main_loop
 from benchmarks.machine_code.target import BY_NAME, ISSUED, Target
-from benchmarks.machine_code.tools import tool_version
+from benchmarks.machine_code.tools import ptxas_version
 from benchmarks.markdown import head, table
 from benchmarks.report_file import DERIVED, Report, header
 
@@ -209,7 +209,7 @@ class Instructions(Report):
 
     @classmethod
     def of(cls, rows: Iterable[KernelReport], command: Sequence[str]) -> Instructions:
-        return cls(**header(command), ptxas_version=tool_version("ptxas"), rows=tuple(rows))
+        return cls(**header(command), ptxas_version=ptxas_version(), rows=tuple(rows))
 
     def to_json(self) -> dict[str, Any]:
         return super().to_json() | {"rows": [row.to_json() for row in self.rows]}

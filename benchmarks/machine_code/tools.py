@@ -56,9 +56,9 @@ def run_tool(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @functools.cache
-def tool_version(name: str) -> str:
-    """Return the version, such as "13.5.37": counts of instructions move with it."""
-    said = run_tool(name, "--version").stdout
+def ptxas_version() -> str:
+    """Return ptxas's version, such as "13.5.37": counts of instructions move with it."""
+    said = run_tool("ptxas", "--version").stdout
     version = re.search(r"\bV([\d.]+)", said)
     return version.group(1) if version else said.strip().splitlines()[-1]
 

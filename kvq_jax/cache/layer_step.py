@@ -45,7 +45,7 @@ from kvq_jax.types.array_types import (
     Tree,
     ValidBT,
 )
-from kvq_jax.types.integers import check_between, int32, positive
+from kvq_jax.types.integers import check_at_most, int32, positive
 from kvq_jax.types.rope import Rope
 
 
@@ -205,7 +205,7 @@ def new_tokens(
             real = mesh.taken(jnp.asarray(int32("lengths", lengths)))
             if real.shape != (batch,):
                 raise ValueError(f"lengths must be [{batch}], got shape {real.shape}")
-            check_between("lengths", lengths, 0, tokens)
+            check_at_most("lengths", lengths, tokens)
             valid &= new < real[:, None]
         positions, valid = mesh.everywhere((positions, valid))
     return mesh.handed(positions), mesh.handed(valid)

@@ -29,7 +29,7 @@ from jaxtyping import Array, Int, UInt32
 from kvq_jax.cache.cache import Cache, axes, check_cache
 from kvq_jax.layer.regions import Regions
 from kvq_jax.types.array_types import ArraySpec
-from kvq_jax.types.integers import check_between
+from kvq_jax.types.integers import check_at_most
 
 WITHOUT_TOKENS = ("stats", "intact", "floor")  # fields of LayerState
 FACTOR = 2654435761  # Knuth's, so that neighbouring words have unlike factors
@@ -83,8 +83,8 @@ def seal(cache: Cache, layers: Sequence[int] | None = None, row: int | None = No
     chosen = range(len(cache.layers)) if layers is None else layers
     if np.ndim(chosen) != 1:
         raise ValueError(f"{layers=} must be a sequence of layers, such as [0, 1]")
-    check_between("layers", chosen, 0, len(cache.layers) - 1)
-    check_between("row", 0 if row is None else row, 0, cache.batch - 1)
+    check_at_most("layers", chosen, len(cache.layers) - 1)
+    check_at_most("row", 0 if row is None else row, cache.batch - 1)
     of_rows = lengths if row is None else lengths[row, None]
     # all layers are dispatched before the first is waited for
     sums = {layer: _sums_of_layer(cache, layer, int(of_rows.max()), row) for layer in chosen}

@@ -66,17 +66,15 @@ def integer(value: Any, minimum: int) -> int | None:
     return None if isinstance(value, bool) or number < minimum else number
 
 
-def check_between(name: str, values: Integers, minimum: int, maximum: int) -> None:
-    """Raise ValueError, in one line that calls them `name`, if values are no integers or outside of
-    [least, most]. Traced values are not checked, nor those of which other processes hold a part."""
+def check_at_most(name: str, values: Integers, maximum: int) -> None:
+    """Raise ValueError, in one line that calls them `name`, if values are no integers from 0 to
+    `maximum`. Traced values are not checked, nor those of which other processes hold a part."""
     if isinstance(values, Tracer) or not _is_here(values):
         return
     host = np.asarray(int32(name, values))
-    outside = (host < minimum) | (host > maximum)
+    outside = (host < 0) | (host > maximum)
     if outside.any():
-        raise ValueError(
-            f"{name} must be between {minimum} and {maximum}, got {host[outside].flat[0]}"
-        )
+        raise ValueError(f"{name} must be between 0 and {maximum}, got {host[outside].flat[0]}")
 
 
 def _is_here(values: Integers) -> bool:

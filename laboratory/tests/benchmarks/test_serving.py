@@ -48,7 +48,7 @@ def test_a_report_tells_every_request(
     alone, two = (row.cache_bytes for row in report.rows)
     assert two == 3 * alone
     text = capsys.readouterr().out
-    assert text.splitlines() == serving_report.lines_of(report)
+    assert text.strip() == serving_report.page(report, file)
     assert f"{report.rows[1].requests_per_second:.3f}" in text
     (prefix,) = report.prefixes
     assert (prefix.cache, prefix.tokens) == (CACHE, 64)

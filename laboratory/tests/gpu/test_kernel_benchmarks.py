@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks.cpu.timing import Shape
-from benchmarks.gpu import kernels, quantize_candidates, timed_case, tunings
+from benchmarks.gpu import kernels, quantize_candidates, timed_case
 from benchmarks.gpu.attention_candidates import Planned, attention_tasks
 from benchmarks.gpu.compiling import compiled_first
 from benchmarks.gpu.device_timing import Timing
@@ -180,10 +180,3 @@ def test_nothing_of_a_batch_is_handed_on_while_another_of_it_is_compiled(threads
     kinds = "".join(kind[0] for kind, _ in events)
     assert kinds == "ccctttcctt", events
     assert {item for _, item in events[:3]} == {1, 2, 3}
-
-
-def test_tunings_refuse_a_wrong_shape_and_a_process_without_a_gpu(capsys: pytest.CaptureFixture):
-    for point, said in (("32768", "write TOKENS:BATCH"), ("64:1", "kernels need a GPU")):
-        with pytest.raises(SystemExit):
-            tunings.main(["--json", "unused.json", "--point", point])
-        assert said in capsys.readouterr().err

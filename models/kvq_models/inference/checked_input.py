@@ -12,7 +12,7 @@ from jaxtyping import Array, Int
 
 from kvq_jax.cache.cache import Cache, CacheDims, check_cache, dims_of
 from kvq_jax.types.array_types import Integers
-from kvq_jax.types.integers import check_between, int32
+from kvq_jax.types.integers import check_at_most, int32
 from kvq_models.inference.method_parameters import parameters_for
 from kvq_models.inference.padding import padded
 from kvq_models.llama.model import Llama
@@ -46,7 +46,7 @@ def checked_tokens(
     if any(isinstance(a, Tracer) for a in (tokens, lengths, cache.lengths)):
         return jnp.asarray(tokens), jnp.asarray(lengths)
     ids, new, cached = (np.asarray(a) for a in (tokens, lengths, cache.lengths))
-    check_between("lengths", new, 0, ids.shape[1])
+    check_at_most("lengths", new, ids.shape[1])
     real = np.arange(ids.shape[1]) < new[:, None]
     outside = real & ((ids < 0) | (ids >= llama.config.vocab_size))
     if outside.any():
