@@ -18,6 +18,13 @@ def decoded(tokenizer: Any, ids: Sequence[int], *, special: bool = False) -> str
     )
 
 
+def text_by_token(tokenizer: Any, ids: Sequence[int]) -> tuple[str, ...]:
+    """Return the text that each token completes. Together they are the text of all tokens."""
+    text = GrowingText(tokenizer, ())
+    parts = [text.add(token) for token in ids]
+    return (*parts[:-1], parts[-1] + text.rest())
+
+
 class GrowingText:
     """The text after a prompt, token by token. Each token is decoded with a few before it, so that
     the cost of a token does not grow with the text.

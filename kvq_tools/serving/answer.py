@@ -46,8 +46,9 @@ class AnswerPiece:
 class Answer:
     """The text of one choice. `send` takes each of its pieces to the client.
 
-    With `echo`, the first piece is the prompt. stops: texts that end the answer. shown_ends: tokens
-    that end it and are reported in its last piece, although they have no text.
+    prompt: the text of the first piece in parts, one for each token if log-probabilities are sent
+    with it. None: the prompt is not sent. stops: texts that end the answer. shown_ends: tokens that
+    end it and are reported in its last piece, although they have no text.
     """
 
     def __init__(
@@ -56,13 +57,13 @@ class Answer:
         request: Request,
         tokenizer: Any,
         stops: Sequence[str],
-        echo: bool,
+        prompt: tuple[str, ...] | None,
         send: Callable[[AnswerPiece], None],
         shown_ends: Collection[int] = (),
     ):
-        self.index, self.request, self.echo, self.send = index, request, echo, send
+        self.index, self.request, self.send = index, request, send
         self.finish: Finish | None = None  # how it ended
-        self._tokenizer = tokenizer
+        self._prompt = prompt
         self._text = GrowingText(tokenizer, request.prompt)
         self._stops, self._shown_ends = Stops(tuple(stops)), shown_ends
         self._waiting: list[TokenInText] = []  # tokens whose text is not final yet, in order
@@ -75,7 +76,7 @@ class Answer:
         match event:
             case PromptRead():
                 self._stored = event.stored
-                return self._prompt(event) if self.echo else None
+                return None if self._prompt is None else self._echo(self._prompt, event)
             case Token():
                 return self._token(event)
             case Ended(reason="not-finite"):
@@ -92,19 +93,17 @@ class Answer:
         self.finish = "failed"
         return AnswerPiece(self.index, "", finish="failed", drawn=self._drawn, failure=message)
 
-    def _prompt(self, event: PromptRead) -> AnswerPiece:
-        text, prompt = GrowingText(self._tokenizer, ()), self.request.prompt
-        parts, tokens, at = [], [], 0
-        for i, token in enumerate(prompt):
-            if event.logprobs:
-                tokens.append(
-                    TokenInText(token, event.logprobs[i] if i else None, event.likely[i], at)
-                )
-            parts.append(text.add(token))
-            at += len(parts[-1])
-        whole = "".join(parts) + text.rest()
-        self._decoded = self._sent = len(whole)
-        return AnswerPiece(self.index, whole, tuple(tokens))
+    def _echo(self, parts: tuple[str, ...], event: PromptRead) -> AnswerPiece:
+        *offsets, self._decoded = itertools.accumulate(map(len, parts), initial=0)
+        self._sent = self._decoded
+        tokens = ()
+        if event.logprobs:
+            terms = zip(self.request.prompt, event.logprobs, event.likely, offsets, strict=True)
+            tokens = tuple(
+                TokenInText(token, logprob if i else None, likely, offset)
+                for i, (token, logprob, likely, offset) in enumerate(terms)
+            )
+        return AnswerPiece(self.index, "".join(parts), tokens)
 
     def _token(self, event: Token) -> AnswerPiece | None:
         self._drawn += 1

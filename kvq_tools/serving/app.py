@@ -128,7 +128,7 @@ def _add_answers(routes: APIRouter, service: Service) -> None:
             kind,
             await _json(request, service),
             max_choices=service.max_choices,
-            max_messages=service.capacity,
+            capacity=service.capacity,
         )
         if asked.model != service.name:
             raise errors.no_such_model(asked.model, service.name)

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field
 
-from kvq_models.inference.engine.requests import MAX_BIASED
+from kvq_models.inference.engine.requests import MAX_BIASED, CapacityError
 from kvq_models.inference.row_sampling import MAX_ALTERNATIVES
 from kvq_models.inference.sampling import Sampling
 from kvq_tools.serving import errors
@@ -206,13 +206,14 @@ def read(
     body: Any,
     *,
     max_choices: int,
-    max_messages: int,
+    capacity: int,
 ) -> Any:
     """Return the checked fields of a request. Raise ApiError in OpenAI's words, naming the field.
-    Prompts, choices and messages are counted before anything is made of them."""
+    Prompts, their tokens, choices and messages are counted before anything is made of them: each
+    message, and each part of one, has a token at least."""
     if not isinstance(body, dict):
         raise errors.ApiError(400, "The request body must be a JSON object.")
-    _check_counts(body, max_choices, max_messages)
+    _check_counts(body, max_choices, capacity)
     asked = _served(body, kind, NEUTRAL)
     if isinstance(messages := asked.get("messages"), list):
         asked["messages"] = [
@@ -243,7 +244,7 @@ def read(
     return fields
 
 
-def _check_counts(body: dict[str, Any], max_choices: int, max_messages: int) -> None:
+def _check_counts(body: dict[str, Any], max_choices: int, capacity: int) -> None:
     prompt, n = body.get("prompt"), body.get("n")
     numbers = isinstance(prompt, list) and prompt and isinstance(prompt[0], int)
     prompts = len(prompt) if isinstance(prompt, list) and not numbers else 1
@@ -256,10 +257,27 @@ def _check_counts(body: dict[str, Any], max_choices: int, max_messages: int) -> 
             " at a time.",
             param="n",
         )
-    for name, maximum in (("messages", max_messages), ("logit_bias", MAX_BIASED)):
-        value = body.get(name)
-        if isinstance(value, list | dict) and len(value) > maximum:
-            raise errors.invalid(name, f"there are {len(value)}, and this server takes {maximum}")
+    for ids in [prompt] if numbers else prompt if isinstance(prompt, list) else ():
+        if isinstance(ids, list) and len(ids) > capacity:
+            raise errors.of_refusal(CapacityError(len(ids), 1, capacity))
+    messages = body.get("messages")
+    parts = (
+        _length(message.get("content"))
+        for message in (messages[:capacity] if isinstance(messages, list) else ())
+        if isinstance(message, dict)
+    )
+    for name, count, maximum in (
+        ("stop", _length(body.get("stop")), MAX_STOPS),
+        ("logit_bias", _length(body.get("logit_bias")), MAX_BIASED),
+        ("messages", _length(messages), capacity),
+        ("messages.content", sum(parts), capacity),
+    ):
+        if count > maximum:
+            raise errors.invalid(name, f"there are {count}, and this server takes {maximum}")
+
+
+def _length(value: Any) -> int:
+    return len(value) if isinstance(value, list | dict) else 0
 
 
 def _served(

@@ -10,10 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from kvq_tools import chat_template as templates
+from kvq_tools.growing_text import decoded, text_by_token
 from kvq_tools.serving import errors
 from kvq_tools.template_process import SECONDS, TemplateProcess
 
 SHORT = 1 << 15  # characters, which take some 30 ms
+SHORT_TOKENS = 1 << 10  # which take some 30 ms to decode one by one
 MAX_WAITING, WAIT_SECONDS = 64, 30  # prompts that wait for a thread, and how long
 RESERVED = {  # arguments of transformers' renderer; the others are names for the template
     "add_generation_prompt",
@@ -145,6 +147,14 @@ class PromptEncoder:
 
         text = await self._rendering.run("messages", render)
         return await self._encoded("messages", text, special=False)
+
+    async def texts(self, ids: tuple[int, ...], *, by_token: bool) -> tuple[str, ...]:
+        """Return the text of a prompt, whole or by token. Raises ApiError."""
+        lane, tokenizer = self._lanes[len(ids) <= SHORT_TOKENS]
+        return await lane.run(
+            "prompt",
+            lambda: text_by_token(tokenizer, ids) if by_token else (decoded(tokenizer, ids),),
+        )
 
     async def _encoded(self, name: str, text: str, *, special: bool) -> tuple[int, ...]:
         self._check_length(len(text))

@@ -84,11 +84,12 @@ class Service:
 
         owner: prompts of another owner share no prefixes.
         """
-        if not fields.prompts or not all(fields.prompts):
+        asked = fields.prompts
+        if not asked or not all(asked):
             raise errors.invalid("prompt", "a prompt is empty; give at least one character")
         prompts = [
-            await self.prompts.of_text(one) if isinstance(one, str) else tuple(one)
-            for one in fields.prompts
+            await self.prompts.of_text(prompt) if isinstance(prompt, str) else tuple(prompt)
+            for prompt in asked
         ]
         alternatives = fields.logprobs or 0
         limit = COMPLETION_TOKENS if fields.max_tokens is None else fields.max_tokens
@@ -100,7 +101,12 @@ class Service:
                 prompt, fields, limit, owner, alternatives=alternatives, scored=scored
             )
         ]
-        return self._pending(requests, prompts, fields, echo=bool(fields.echo))
+        self._check(requests)  # what is refused costs nothing more
+        texts = [
+            await self.prompts.texts(prompt, by_token=scored) if fields.echo else None
+            for prompt in prompts
+        ]
+        return self._pending(requests, prompts, fields, texts)
 
     async def chat(self, fields: ChatFields, owner: str = "") -> Pending:
         """Turn the fields into requests, one for each choice. Raises ApiError."""
@@ -114,7 +120,8 @@ class Service:
         requests = self._requests(
             prompt, fields, limit, owner, alternatives=fields.top_logprobs or 0
         )
-        return self._pending(requests, [prompt], fields, echo=False)
+        self._check(requests)
+        return self._pending(requests, [prompt], fields, [None])
 
     def _requests(
         self,
@@ -150,25 +157,39 @@ class Service:
         requests: list[Request],
         prompts: Sequence[tuple[int, ...]],
         fields: CompletionFields | ChatFields,
-        *,
-        echo: bool,
+        texts: Sequence[tuple[str, ...] | None],
     ) -> Pending:
+        """Submit checked requests. texts: of each prompt, if it is sent back."""
         pending = Pending(self, Usage(sum(map(len, prompts))), len(requests), fields.n or 1)
         # Whoever scores a prompt cuts the drawn token off the end of the list. In a chat the tokens
         # spell the message.
         of_text = isinstance(fields, CompletionFields)
         stops = {self._special.get(stop) for stop in fields.stops}  # of which nothing is sent
         shown_ends = set(self._end_ids) - stops if of_text else ()
+        choices = fields.n or 1
+        answers = [
+            Answer(
+                i,
+                request,
+                self.tokenizer,
+                fields.stops,
+                texts[i // choices],
+                pending.send,
+                shown_ends,
+            )
+            for i, request in enumerate(requests)
+        ]
         try:
-            self.worker.check(requests)
-            answers = [
-                Answer(i, request, self.tokenizer, fields.stops, echo, pending.send, shown_ends)
-                for i, request in enumerate(requests)
-            ]
             pending.jobs = self.worker.submit(answers)
-        except (ValueError, QueueFullError, Stopping) as error:
+        except (QueueFullError, Stopping) as error:
             raise errors.of_refusal(error) from None
         return pending
+
+    def _check(self, requests: Sequence[Request]) -> None:
+        try:
+            self.worker.check(requests)
+        except ValueError as error:
+            raise errors.of_refusal(error) from None
 
 
 class Pending:

@@ -49,7 +49,12 @@ def closed(connection: socket.socket) -> bool:
         {"logit_bias": {str(i): "x" for i in range(100_000)}},
         {"messages": [{}] * 100_000},
         {"messages": [{"role": "user", "content": [{}] * 100_000}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 100_000}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 2}] * 50},
         {"stop": [1] * 100_000},
+        {"stop": ["."] * 1_000_000},
+        {"prompt": [1] * 4_000_000},
+        {"prompt": [[1], [1] * 4_000_000]},
         {"tools": [{}] * 100_000},
         {"stop": "q" * 1_000_000},
         {"x" * 1_000_000: 1},
@@ -65,7 +70,7 @@ def test_a_large_request_is_refused_before_anything_is_made_of_it(field: dict):
     started = time.process_time()
     try:
         with pytest.raises(ApiError) as refused:  # noqa: PT012  a long name of a model is read
-            asked = fields.read(kind, asked, max_choices=8, max_messages=64)
+            asked = fields.read(kind, asked, max_choices=8, capacity=64)
             raise fields.errors.no_such_model(asked.model, NAME)
     finally:
         peak = tracemalloc.get_traced_memory()[1]

@@ -62,7 +62,7 @@ def test_an_answer_is_counted_and_makes_room_before_its_client_hears_of_its_end(
 
     before = ended()
     request = Request(tuple(server.tokenizer(PROMPT)["input_ids"]), limit)
-    worker.submit([Answer(0, request, server.tokenizer, [stop], False, send)])
+    worker.submit([Answer(0, request, server.tokenizer, [stop], None, send)])
     counted, unended = told.get(timeout=20)
     assert counted == before | {"ended": before["ended"] + 1}
     assert unended == 0

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvq_models import EMBEDDED
-from kvq_models.inference.engine.requests import Ended, Reason, Request, Token
+from kvq_models.inference.engine.requests import Ended, PromptRead, Reason, Request, Token
 from kvq_models.llama.checkpoint import open_checkpoint
 from kvq_tools.cli.continuation import Continuation
-from kvq_tools.growing_text import CONTEXT, GrowingText
+from kvq_tools.growing_text import CONTEXT, GrowingText, text_by_token
 from kvq_tools.serving.answer import Answer
 from kvq_tools.serving.text import Stops, token_bytes, token_text
 
@@ -111,9 +111,29 @@ def test_tokens_without_text_cost_no_more_than_others(token: int):
     assert decoded(token) < 5 * decoded(word)
 
 
+@pytest.mark.parametrize("scored", [False, True])
+def test_a_prompt_is_sent_back_without_a_token_being_decoded_again(scored: bool):
+    """The engine's thread makes the piece, and every client would wait for it."""
+    text = "It is \U0001f600 and more"
+    ids = tuple(TOKENIZER(text, add_special_tokens=False).input_ids)
+    parts, counted = text_by_token(TOKENIZER, ids), Counted()
+    assert len(parts) == len(ids)
+    answer = Answer(0, Request(ids, 9), counted, (), parts, lambda piece: None)
+    counted.decoded = 0
+    scores = (tuple(-float(i) for i in range(len(ids))), ((),) * len(ids)) if scored else ((), ())
+    piece = answer.take(PromptRead(0, *scores))
+    assert counted.decoded == 0
+    assert piece is not None
+    assert piece.text == text
+    ends = [*(token.offset for token in piece.tokens[1:]), len(text)]
+    assert [text[token.offset : end] for token, end in zip(piece.tokens, ends, strict=False)] == (
+        list(parts) if scored else []
+    )
+
+
 @pytest.mark.parametrize("reason", ["ended", "length"])
 def test_a_last_token_without_text_comes_with_the_end(reason: Reason):
-    answer = Answer(0, Request((5,), 9), TOKENIZER, (), False, lambda piece: None)
+    answer = Answer(0, Request((5,), 9), TOKENIZER, (), None, lambda piece: None)
     assert answer.take(Token(0, SPECIAL, -1.0)) is None
     piece = answer.take(Ended(0, reason))
     assert piece is not None
@@ -121,7 +141,7 @@ def test_a_last_token_without_text_comes_with_the_end(reason: Reason):
 
 
 def test_tokens_that_wait_for_their_text_are_sent_in_linear_time():
-    answer = Answer(0, Request((5,), 9000), TOKENIZER, (), False, lambda piece: None)
+    answer = Answer(0, Request((5,), 9000), TOKENIZER, (), None, lambda piece: None)
     started = time.process_time()
     for _ in range(8000):
         assert answer.take(Token(0, SPECIAL, -1.0)) is None
