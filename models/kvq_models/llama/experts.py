@@ -5,7 +5,7 @@
     out  = sum_e w_e (silu(y Wg_e) * (y Wu_e)) Wd_e
 
 With `swiglu_limit` c and `swiglu_alpha` a (gpt-oss), each product has a bias, and the inner
-activation of gate g and u is (clip(u, -c, c) + 1) * g' sigmoid(a g'), g' = min(g, c).
+activation of gate and u is that of activations.clipped_swiglu.
 
 Many tokens are sorted by expert, so that each expert's tokens are one product with its weights
 (`jax.lax.ragged_dot`). Few tokens take their experts' weights instead: a step reads the chosen
@@ -31,6 +31,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from kvq_jax.placement.placement import Placement
+from kvq_models.llama.activations import activated, clipped_swiglu
 from kvq_models.llama.experts_config import ExpertsConfig
 from kvq_models.llama.initial_weights import constant, normal
 from kvq_models.llama.packed_experts import expert_products
@@ -186,9 +187,8 @@ class Experts(nnx.Module):
         up = self._biased(up, self.up_bias, expert)
         limit = self.config.swiglu_limit
         if limit is None:
-            return jax.nn.silu(gate) * up
-        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
-        return (up + 1) * gate * jax.nn.sigmoid(self.config.swiglu_alpha * gate)
+            return activated("silu", gate) * up
+        return clipped_swiglu(gate, up, limit, self.config.swiglu_alpha)
 
     @staticmethod
     def _biased(

@@ -43,6 +43,7 @@ from kvq_jax.layer.attention import PLAIN, Attention, of_layer
 from kvq_jax.placement.placement import Placement
 from kvq_jax.types.array_types import LayerInputs, PositionsBT, QueryBNTH, RowsBKTH, ValidBT
 from kvq_jax.types.rope import Rope, rotate, without_rotation
+from kvq_models.llama.activations import activated
 from kvq_models.llama.causal_attention import causal_attention
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.experts import Experts
@@ -130,10 +131,8 @@ class MLP(nnx.Module):
 
     def __call__(self, y_BTD: HiddenBTD, placement: Placement | None = None) -> HiddenBTD:
         del placement  # XLA splits the products
-        # gelu is the tanh approximation
-        activated = jax.nn.silu if self.activation == "silu" else jax.nn.gelu
         gate, up = projections(y_BTD, (self.gate_proj, self.up_proj))
-        return self.down_proj(activated(gate) * up)
+        return self.down_proj(activated(self.activation, gate) * up)
 
 
 class Layer(nnx.Module):
@@ -197,7 +196,7 @@ class Layer(nnx.Module):
         q_BNTH = self._normalized_heads(projected_BTC, self.config.num_attention_heads, self.q_norm)
         factor = self.config.attention_multiplier
         # attention scales scores by 1 / sqrt(H), whatever the model
-        return q_BNTH if factor is None else q_BNTH * (factor * self.config.head_dim**0.5)
+        return q_BNTH if factor is None else _times(factor * self.config.head_dim**0.5, q_BNTH)
 
     def _key_heads(self, projected_BTC: Float[Array, "B T C"]) -> RowsBKTH:
         return self._normalized_heads(projected_BTC, self.config.num_key_value_heads, self.k_norm)
@@ -310,7 +309,9 @@ class Llama(nnx.Module):
 
     def scaled(self, rows_BTD: HiddenBTD) -> HiddenBTD:
         """Return the first layer's input from rows of the embedding."""
-        return _times(self.config.embedding_multiplier, rows_BTD)
+        factor = self.config.embedding_multiplier
+        # in the rows' dtype, to which Gemma rounds its factor; Granite's has few bits
+        return rows_BTD if factor == 1 else rows_BTD * factor
 
     def logits(self, hidden_BTD: HiddenBTD) -> Float[Array, "B T V"]:
         """Return the fp32 logits of the last layer's output."""
@@ -329,8 +330,9 @@ def abstract_llama(config: LlamaConfig, dtype: DTypeLike = jnp.float32) -> Llama
 
 
 def _times(factor: float, x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Return factor * x, and x itself if the factor is 1, as in most families."""
-    return x if factor == 1 else x * factor
+    """Return factor * x in x's dtype, and x itself if the factor is 1, as in most families. The
+    factor is not rounded to bfloat16, which would move every product the same way."""
+    return x if factor == 1 else (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 
 def _norm(config: LlamaConfig, dtype: DTypeLike, rngs: nnx.Rngs | None) -> Callable[[int], RMSNorm]:
