@@ -16,6 +16,7 @@ Every number goes to a journal at once, from which the same request continues.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -35,7 +36,7 @@ from kvq_jax.methods.waterfill import Waterfill
 from kvq_jax.methods.waterfill.widths import written
 from kvq_models.calibration import fit
 from kvq_models.calibration.file import Calibration, resolved, save_calibration
-from kvq_models.calibration.fingerprint import load_calibration
+from kvq_models.calibration.fingerprint import load_calibration, partial_fingerprint
 from kvq_models.calibration.progress import Progress
 from kvq_models.calibration.samples import sha256
 from kvq_models.calibration.store import Store
@@ -134,20 +135,21 @@ def calibrated(
     text: str,
     progress: Progress[Any],
 ) -> Calibration:
-    """Return the calibration that an earlier plan on the same samples kept in `file`, else make and
-    keep it, which takes minutes.
+    """Return the calibration that an earlier plan of this model on the same samples kept in `file`,
+    else make and keep it, which takes minutes.
 
     text: the name of the request's text.
     """
     method, ids = kvq.parse(bases.spec()), request.halves[0]
     sizes = {"samples": request.samples, "length": request.length}
-    if file.is_file():
+    # the folder is the model's path's: other weights may have been there, or another version of kvq
+    with contextlib.suppress(ValueError, FileNotFoundError):
         earlier = load_calibration(file, llama, method)
         if earlier.origin.tokens_sha256 == sha256(ids) and (
             (earlier.origin.samples, earlier.origin.length) == tuple(sizes.values())
         ):
             return earlier
-    samples = work / f"samples-{sha256(ids)[:12]}"
+    samples = work / f"samples-{sha256(ids)[:12]}-{partial_fingerprint(llama)[:12]}"
     calibration = fit.calibrate(
         llama, ids, method, work=samples, text=text, progress=progress, **sizes
     )

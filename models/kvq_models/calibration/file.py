@@ -244,7 +244,7 @@ def check(
         raise ValueError(
             f"{where} was calibrated for another model of the same size: fingerprint"
             f" {calibration.model_fingerprint[:12]}, and this model has"
-            f" {str(model_fingerprint)[:12]}"
+            f" {str(model_fingerprint)[:12]}: calibrate this one"
         )
     for name, need in needed.items():
         if name not in calibration.keys:

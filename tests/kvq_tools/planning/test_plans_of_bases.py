@@ -1,6 +1,7 @@
 """Plans with other bases of keys and values: costs, sizes and the choice between them."""
 
 import itertools
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import kvq_jax as kvq
 from kvq_jax.cache.spec import CacheSpec
 from kvq_jax.layer.attention import Attention
 from kvq_jax.methods.waterfill import Waterfill
-from kvq_models import EMBEDDED, load_llama, prepare, resolved
+from kvq_models import EMBEDDED, load_llama, prepare, resolved, save_llama
 from kvq_models.calibration.file import Calibration, Origin, predicted_divergence
 from kvq_models.inference.method_parameters import parameters_for
 from kvq_tools.cli import plan_budget
@@ -118,6 +119,28 @@ def test_a_plan_without_measurements_counts_and_chooses_both_bases(shallow, cach
     added = sum(array.nbytes for array in jax.tree.leaves(parameters_for(prepared, spec)))
     alone = rows[name]["resident_by_batch"][0]
     assert alone == {"batch": 1, "bytes": rows[name]["bytes"] + added}
+
+
+def test_other_weights_at_the_same_path_are_calibrated_anew(
+    shallow, tmp_path, cache_folder, run_json
+):
+    model = shutil.copytree(shallow, tmp_path / "model")
+    command = "plan", model, "--context=512", "--budget=2bits", "--fast", "--window=284"
+
+    def calibration_of_a_plan() -> bytes:
+        return Path(run_json(*command, f"--text={PASSAGE}")["calibration"]).read_bytes()
+
+    first = calibration_of_a_plan()
+    assert calibration_of_a_plan() == first, "it was not kept"
+    llama, tokenizer = load_llama(model, dtype="float32")
+    embedding = llama.embed[...]
+    llama.embed[...] = embedding[::-1]
+    llama.norm.scale[...] = 2 * llama.norm.scale[...]
+    save_llama(llama, model, tokenizer)
+    other = calibration_of_a_plan()
+    assert other != first
+    kept.calibration_file(str(model)).write_bytes(first[:1000])
+    assert calibration_of_a_plan() == other, "a damaged file was not made again"
 
 
 def test_bits_of_a_budget_of_bytes_pay_for_the_matrices():
