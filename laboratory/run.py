@@ -16,7 +16,7 @@ from benchmarks.model_names import add_model
 from benchmarks.report_file import arguments, header
 from kvq_jax.files import whole
 
-STUDIES = ("drafts", "layer_similarity", "outliers", "squat_subspace")
+STUDIES = ("layer_similarity", "outliers", "squat_subspace")
 
 
 def argument_parser() -> argparse.ArgumentParser:

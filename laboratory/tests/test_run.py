@@ -11,7 +11,6 @@ import pytest
 
 import kvq_tools.cli
 from laboratory import run
-from laboratory.studies import drafts
 
 PASSAGE = pathlib.Path(kvq_tools.cli.__file__).parent / "passage.txt"
 
@@ -23,28 +22,13 @@ def result(folder: pathlib.Path, *words: str) -> dict[str, Any]:
     return json.loads(file.read_text())
 
 
-def test_each_text_is_decoded_with_drafts_and_without(
-    model: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(
-        drafts, "TEXTS", {"a word again and again": ("the cat the cat the cat the cat", False)}
-    )
-    cache = "kivi:bits=2,recent=16,block=32"
-    sizes = ("--drafts=3", "--new=24", "--repeats=1")
-    report = result(tmp_path, "drafts", f"--model={model}", f"--cache={cache}", *sizes)
-    plain, drafted = report["result"]["rows"]
-    assert (plain["drafts"], plain["steps"]) == (0, plain["new_tokens"])
-    assert (drafted["drafts"], drafted["same_tokens"]) == (3, True)
-    assert drafted["new_tokens"] == plain["new_tokens"]
-    assert drafted["new_tokens"] / 4 <= drafted["steps"] <= plain["steps"]
-    assert report["command"].startswith("python -m laboratory.run drafts ")
-    assert str(tmp_path) not in report["command"], "a result names files, not a machine's folders"
-    assert report["jax_version"]
-
-
 def test_similarity_is_measured_for_every_pair_of_layers_and_window(tmp_path: pathlib.Path):
     words = (f"--text={PASSAGE}", "--windows=3", "--tokens=64")
-    found = result(tmp_path, "layer_similarity", *words)["result"]
+    report = result(tmp_path, "layer_similarity", *words)
+    assert report["command"].startswith("python -m laboratory.run layer_similarity ")
+    assert str(tmp_path) not in report["command"], "a result names files, not a machine's folders"
+    assert report["jax_version"]
+    found = report["result"]
     cosines = np.asarray(found["cosines"])
     assert cosines.shape == np.shape(found["ranges"]) == (3, 3, len(found["kinds"]))
     stream, keys = (found["kinds"].index(kind) for kind in ("residual stream", "keys"))
@@ -69,7 +53,6 @@ def test_every_window_has_a_response_of_its_own_and_keeps_its_numbers(tmp_path: 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("drafts", "--model=embedded", "--drafts", "0"), "at least 1"),
         (("layer_similarity", f"--text={PASSAGE}", "--tokens=1000000"), "passage.txt must have"),
         (("squat_subspace", "--rank", "5", "65"), "rank 65 must be at most the model's head_dim"),
         (("squat_subspace", "--windows=9"), "passage.txt must have 13824 tokens"),

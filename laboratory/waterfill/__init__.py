@@ -1,1 +1,0 @@
-"""Variants of waterfill, read as the protocol reads a cache after a prompt, in one forward pass."""
