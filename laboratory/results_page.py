@@ -15,12 +15,10 @@ from collections.abc import Sequence
 
 from benchmarks.cpu import page as cpu_page
 from benchmarks.cpu.timing import CpuReport
-from benchmarks.gpu.report import GpuReport
 from benchmarks.markdown import table
 from benchmarks.results_page import HEAD, Kind, index_line, read_reports
 from kvq_jax.files import whole
 from laboratory import serving_soak, soak
-from laboratory.gpu import paper_kernels
 from laboratory.quality import joint_weights, key_bias, long_context_report, outlier_channels
 from laboratory.quality import page as quality_page
 from laboratory.quality.report import QualityReport
@@ -67,7 +65,6 @@ KINDS = (
         outlier_channels.page,
         "how often weights alone name the channel of key outliers",
     ),
-    Kind("papers_*", GpuReport, paper_kernels.page, "the papers' tables of times on a GPU"),
     Kind(
         "soak*",
         soak.SoakReport,

@@ -108,13 +108,6 @@ def first(out: Any) -> Array:
     )
 
 
-def nudged(x: Array, out: Any) -> Array:
-    """Return x with `first` added to one entry, in place: a `feed` for an x as long as the
-    context."""
-    corner = lax.slice(x, (0,) * x.ndim, (1,) * x.ndim)
-    return lax.dynamic_update_slice(x, corner + first(out).astype(x.dtype), (0,) * x.ndim)
-
-
 def sampled_ms(run: Callable[[], Any], calls: int, samples: int) -> tuple[float, ...]:
     """Return the milliseconds of one call by the host's clock, from runs of `calls` calls each,
     after two runs to warm up."""

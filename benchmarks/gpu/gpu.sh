@@ -4,7 +4,6 @@
 #
 #     benchmarks/gpu/gpu.sh [FOLDER]             rows and a log go to FOLDER (benchmarks/results)
 #     benchmarks/gpu/gpu.sh --second [FOLDER]    ten minutes more: polar keys, outliers, the tests
-#     benchmarks/gpu/gpu.sh --papers [FOLDER]    the papers' tables of times (laboratory/results)
 #     benchmarks/gpu/gpu.sh --dry-run [FOLDER]   the first run on a CPU: tiny, interpreted kernels
 #
 # A process in which CUDA does not start fails. It does not continue on the CPU. Files are whole
@@ -19,9 +18,8 @@ cd "$(dirname "$0")/../.."
 run=first
 case ${1:-} in
 --second) run=second && shift ;;
---papers) run=papers && shift ;;
 --dry-run) run=dry && shift ;;
--*) sed -n '2,8s/^# \{0,1\}//p' "$0" && exit 2 ;;
+-*) sed -n '2,7s/^# \{0,1\}//p' "$0" && exit 2 ;;
 esac
 if [ $run = dry ]; then
     folder=${1:-$(mktemp -d)}
@@ -32,7 +30,7 @@ if [ $run = dry ]; then
     parity=(--interpret --head-dim 64 --steps 12 --cache kivi:bits=4)
     steps=(--tiny --cache dense kivi:bits=4)
 else
-    folder=${1:-$([ $run = papers ] && echo laboratory/results || echo benchmarks/results)}
+    folder=${1:-benchmarks/results}
     gpu=$( (nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null || echo gpu) | head -n 1)
     NAME=${NAME:-$(tr '[:upper:]' '[:lower:]' <<<"$gpu" | sed 's/nvidia //; s/[^a-z0-9]\+/_/g')}
     TOTAL=${TOTAL:-580}
@@ -95,9 +93,7 @@ bare=benchmarks.gpu.bare
 ours=benchmarks.gpu.kernels
 rows=$folder/kernels_$NAME.json
 told=yes
-if [ $run = papers ]; then
-    again "the papers' tables" 560 laboratory.gpu.paper_kernels --json "$folder/papers_$NAME.json"
-elif [ $run = second ]; then
+if [ $run = second ]; then
     again "tables, polar keys, outliers" 230 $ours --plan second --json "$rows" --resume
     stage "steps by XLA too" 110 $bare benchmarks.gpu.decode_step \
         --json "$folder/step_${NAME}_xla.json" --points 4096:16 32768:16 --implementation asm xla

@@ -1,1 +1,0 @@
-"""The papers' own measurements of time, for a GPU."""
