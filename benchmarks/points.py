@@ -11,7 +11,7 @@ def points_of(texts: Sequence[str]) -> list[tuple[int, int]]:
     points = []
     for text in texts:
         if not re.fullmatch(r"[1-9]\d*:[1-9]\d*", text):
-            raise ValueError(f"{text!r} is no shape: write TOKENS:BATCH")
+            raise ValueError(f"{text!r} is not a shape: write TOKENS:BATCH")
         tokens, batch = map(int, text.split(":"))
         points.append((tokens, batch))
     return points

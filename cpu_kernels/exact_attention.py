@@ -47,7 +47,7 @@ def exact_attention(
         values: [B, K, E, H], the dtype of keys.
         reach: [B, E0], E0 <= E, how many queries see an older row: the first ones.
         counts: [B, T], not falling along T.
-        queries: [B], the number of tokens that are no padding, at most T.
+        queries: [B], the number of tokens that are not padding, at most T.
         scale: the factor of the scores.
         window: how many of the others a query sees, at most. None for all.
         soft_cap: c above. None for none.

@@ -8,7 +8,7 @@ from typing import Any
 UNFINISHED = "\ufffd"  # a decoder's output for incomplete characters
 CONTEXT = 6  # tokens decoded before a text, because some tokenizers drop a space at the start
 MAX_UNFINISHED = 3  # bytes of an incomplete character
-MAX_WINDOW_TOKENS = 64  # only byte sequences that are no text come near it
+MAX_WINDOW_TOKENS = 64  # only byte sequences that are not text come near it
 
 
 def decoded(tokenizer: Any, ids: Sequence[int], *, special: bool = False) -> str:

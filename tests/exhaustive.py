@@ -12,7 +12,7 @@ def some(cases: Iterable[Any], usual: Collection[Any]) -> list[Any]:
     --exhaustive alone, and on GPUs. A tuple has a value for each of several names."""
     cases = list(cases)
     missing = [case for case in usual if case not in cases]
-    assert not missing, f"{missing} are no cases"
+    assert not missing, f"{missing} are not cases"
     values = [case if isinstance(case, tuple) else (case,) for case in cases]
     return [
         pytest.param(*value, marks=() if case in usual else pytest.mark.exhaustive)

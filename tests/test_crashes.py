@@ -54,7 +54,7 @@ def test_a_writer_that_is_killed_at_any_step_leaves_old_or_new_and_works_again(
         return folder
 
     (tmp_path / "compiled").mkdir()
-    # programs that are compiled and kept on disk are no steps of the writer
+    # programs that are compiled and kept on disk are not steps of the writer
     writer.write(tmp_path / "compiled", 1)
     folder = prepared(tmp_path / "undisturbed")
     old = writer.read(folder)

@@ -55,7 +55,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 }
 POINTS = ((32768, 16), (4096, 16), (32768, 64), (4096, 64), (32768, 1), (4096, 1))  # tokens, batch
 TRACED = "kivi:bits=4"  # the cache whose first program is traced
-STEPS, WARM_UPS = 4, 4  # steps of a sample, and runs that are no samples (one is traced)
+STEPS, WARM_UPS = 4, 4  # steps of a sample, and runs that are not samples (one is traced)
 LONG_RUN = 1.0  # seconds of a program's first run past which it is not repeated
 
 

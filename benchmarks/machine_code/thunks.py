@@ -35,7 +35,7 @@ class Thunk:
     def launches(self, trips: int) -> Iterator[str]:
         """Yield the name of each launch. A loop runs `trips` times.
 
-        Raises ValueError for a kind that is no launch and holds no others.
+        Raises ValueError for a kind that is not a launch and holds no others.
         """
         if self.kind == "kWhile":
             for _ in range(trips):

@@ -113,7 +113,7 @@ def unmet_options(cache: Cache) -> tuple[str, ...]:
         cache: a cache, or its layout.
 
     Raises:
-        ValueError: in one line, if it is no cache, or was consumed.
+        ValueError: in one line, if it is not a cache, or was consumed.
     """
     check_cache(cache)
     sides = ((plan.heads, codec.facts.unmet) for plan in cache.plans for codec in plan.codecs)
@@ -216,7 +216,7 @@ def quantized_tokens(cache: Cache, tokens: int) -> int:
         tokens: the number of tokens in a row. Those past the capacity are not stored.
 
     Raises:
-        ValueError: in one line, if it is no cache, or no number of tokens.
+        ValueError: in one line, if `cache` is not a cache, or `tokens` is not a number of tokens.
     """
     check_cache(cache)
     count = integer(tokens, 0)
@@ -253,7 +253,7 @@ def components(cache: Cache) -> tuple[Component, ...]:
         cache: a cache, or its layout.
 
     Raises:
-        ValueError: in one line, if it is no cache, or was consumed.
+        ValueError: in one line, if it is not a cache, or was consumed.
     """
     check_cache(cache)
     totals = {("-", "lengths"): nbytes(cache.lengths)}

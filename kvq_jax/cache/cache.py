@@ -140,9 +140,9 @@ def init_cache(
             cache is made there, part by part. Default: one device.
 
     Raises:
-        ValueError: for another dtype, dimensions that are no model's, and if the options do not fit
-            the model: a group size that does not divide the head dim, skip_layers beyond the last
-            layer, a placement or an attention that the method cannot have.
+        ValueError: for another dtype, for dimensions that are not a model's, and if the options do
+            not fit the model: a group size that does not divide the head dim, skip_layers beyond
+            the last layer, a placement or an attention that the method cannot have.
         NotImplementedError: in one line that names the field, if the config asks for attention that
             kvq does not compute, such as chunks or latents. `CacheDims` say what they ask for.
     """
@@ -279,7 +279,7 @@ def check_held(tree: Tree, what: str = "this cache") -> None:
 
 
 def check_cache(cache: Cache) -> None:
-    """Raise ValueError if this is no cache of `init_cache`, or a call has consumed it."""
+    """Raise ValueError if this is not a cache of `init_cache`, or a call has consumed it."""
     if not isinstance(cache, Cache):
         remedy = {
             "LayerCache": "; the cache of one layer goes to the plan that made it",

@@ -23,7 +23,7 @@ def check_layout(layout: str) -> None:
 
 
 def tokens_of(name: str, array: Rows, layout: Layout) -> int:
-    """Return T, the new tokens of an array of heads. Raise ValueError if it is no such array."""
+    """Return T, the new tokens of an array of heads. Raise ValueError unless it is one."""
     check_layout(layout)
     shape = getattr(array, "shape", ())
     if len(shape) != 4:

@@ -154,7 +154,7 @@ def calibrate_layer(
 
 def parameters_by_layer(cache: Cache, parameters: Sequence[Tree]) -> tuple[Tree, ...]:
     """Return the parameters of each layer, `()` for all if none are given. Raise ValueError if they
-    are no sequence, or those of another number of layers."""
+    are not a sequence, or are those of another number of layers."""
     if not isinstance(parameters, Sequence):
         raise ValueError(
             "parameters must be a sequence with an entry for each layer, got"

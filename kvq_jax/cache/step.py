@@ -227,7 +227,7 @@ def _check_step(step: Step) -> None:
 
 
 def _check_not_through(step: Step) -> None:
-    """Raise ValueError if it is no step, or one that has gone through all layers."""
+    """Raise ValueError if it is not a step, or one that has gone through all layers."""
     _check_step(step)
     if step.layer == len(step.cache.layers):
         raise ValueError(

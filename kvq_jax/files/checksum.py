@@ -5,7 +5,7 @@ everything else in the file.
                       (name, dtype, shape, sha256 of the bytes) of each tensor, sorted ] )
 
 So it detects a damaged tensor, a changed header field, and tensors that have changed places. It
-detects damage, not forgery: a checksum is no signature.
+detects damage, not forgery: a checksum is not a signature.
 """
 
 from __future__ import annotations

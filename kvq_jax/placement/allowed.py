@@ -84,7 +84,7 @@ def placed(plan: LayerPlan, placement: Placement | None, query_heads: int) -> La
 
 
 def check_kind(placement: Placement | None) -> None:
-    """Raise ValueError, in one line, for what is no placement, such as a mesh."""
+    """Raise ValueError, in one line, for what is not a placement, such as a mesh."""
     if not isinstance(placement, Placement | None):
         raise ValueError(
             f"placement must be a kvq.Placement(mesh, ...) or None, got {type(placement).__name__}"

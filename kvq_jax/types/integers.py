@@ -67,7 +67,7 @@ def integer(value: Any, minimum: int) -> int | None:
 
 
 def check_at_most(name: str, values: Integers, maximum: int) -> None:
-    """Raise ValueError, in one line that calls them `name`, if values are no integers from 0 to
+    """Raise ValueError, in one line that calls them `name`, if values are not integers from 0 to
     `maximum`. Traced values are not checked, nor those of which other processes hold a part."""
     if isinstance(values, Tracer) or not _is_here(values):
         return

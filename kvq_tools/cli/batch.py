@@ -311,10 +311,11 @@ def _answers(path: Path) -> Iterator[tuple[dict[str | int, str], BinaryIO]]:
                 keys[answer["id"]] = answer["key"]
             except (ValueError, KeyError, TypeError):
                 raise console.UserError(
-                    f"{str(path)!r}, line {number}, is no answer of kvq generate; name another file"
+                    f"{str(path)!r}, line {number}, is not an answer of kvq generate; name another"
+                    " file"
                 ) from None
         if not whole and content and not content.startswith(b'{"id": '):
-            raise console.UserError(f"{str(path)!r} is no file of answers; name another one")
+            raise console.UserError(f"{str(path)!r} is not a file of answers; name another one")
         file.truncate(len(whole))
         file.seek(len(whole))
         yield keys, file

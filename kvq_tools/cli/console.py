@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from kvq_tools.cli import interruption
 
 ERASED = "\x1b[K"  # clears a terminal's line from the cursor on
-PIPED_SECONDS = 5  # between lines about a long prompt if stderr is no terminal
+PIPED_SECONDS = 5  # between lines about a long prompt if stderr is not a terminal
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # why a file cannot grow
 # one number for all formats; goes up if a key is renamed, removed or gets a new meaning
 JSON_VERSION = 1

@@ -122,8 +122,8 @@ def warn_if_nothing_quantized(
 
 
 def output_file(path: str, option: str = "--out") -> Path:
-    """Check before any work that a file can be written: it is no directory, device or pipe, and its
-    own directory exists and can be written."""
+    """Check before any work that a file can be written: it is not a directory, device or pipe, and
+    its own directory exists and can be written."""
     out = Path(path)
     if out.is_dir() or not out.absolute().parent.is_dir():
         raise UserError(f"{option} {path!r} must be a file in a directory that exists")

@@ -252,7 +252,7 @@ def _checked(arguments: list[str]) -> int:
                 sys.stdout.flush()
     except console.OutputError as error:
         console.discard(sys.stdout)
-        if not isinstance(error.__cause__, BrokenPipeError):  # `kvq methods | head` is no error
+        if not isinstance(error.__cause__, BrokenPipeError):  # `kvq methods | head` is not an error
             console.note(f"error: {error}")
         return BAD_OUTPUT
 

@@ -67,7 +67,7 @@ def kl_interval(windows: Sequence[float]) -> Interval:
     the modified Cox method). The t interval of the logs alone would bound their geometric mean,
     which is smaller than the mean that pages print. Values that are not all positive, as a KL of
     rounding noise, have the interval of `mean_interval`. (nan, nan) if the logs of two windows lie
-    so far apart that a limit is no float.
+    so far apart that a limit is not a float.
     """
     if len(windows) < 2 or min(windows) <= 0 or equal(windows):
         return mean_interval(windows)

@@ -72,7 +72,7 @@ def read_plan(path: str | os.PathLike[str]) -> StoredPlan:
     fields = _json(Path(path))
     if not isinstance(fields, dict) or fields.get("format") != FORMAT:
         raise ValueError(
-            f"{str(path)!r} is no plan of kvq: `kvq plan MODEL --out {path}` writes one"
+            f"{str(path)!r} is not a plan of kvq: `kvq plan MODEL --out {path}` writes one"
         )
     cache, calibration = fields.get("cache"), fields.get("calibration")
     if not isinstance(cache, str) or not isinstance(calibration, str | None):
@@ -84,10 +84,10 @@ def read_plan(path: str | os.PathLike[str]) -> StoredPlan:
 
 def _json(path: Path) -> Any:
     if path.stat().st_size > MAX_BYTES:
-        raise ValueError(f"{str(path)!r} is no plan of kvq: it has more than {MAX_BYTES} bytes")
+        raise ValueError(f"{str(path)!r} is not a plan of kvq: it has more than {MAX_BYTES} bytes")
     try:
         return parse_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(
-            f"{str(path)!r} is no plan of kvq: {str(error).splitlines()[0]}"
+            f"{str(path)!r} is not a plan of kvq: {str(error).splitlines()[0]}"
         ) from error

@@ -31,7 +31,7 @@ def max_connections() -> int:
 
 @dataclasses.dataclass(frozen=True)
 class ConnectionLimits:
-    """most: connections at a time. header_seconds: until a request's headers are complete.
+    """maximum: connections at a time. header_seconds: until a request's headers are complete.
     unread_seconds: for which a client may leave what was sent unread."""
 
     maximum: int = dataclasses.field(default_factory=max_connections)

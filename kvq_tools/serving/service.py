@@ -134,7 +134,7 @@ class Service:
         scored: bool = False,
     ) -> list[Request]:
         seed = secrets.randbits(32) if fields.seed is None else fields.seed % (1 << 32)
-        # a special token is no text, so it is never seen there
+        # a special token is not a text, so it is never seen there
         stops = [self._special[stop] for stop in fields.stops if stop in self._special]
         request = Request(
             prompt,

@@ -92,8 +92,8 @@ class Worker:
         return len(self._inbox) + self.engine.waiting
 
     def check(self, requests: Sequence[Request]) -> None:
-        """Raise ValueError if a request does not fit the model or the capacity. An answer can be
-        made of any other: its tokens have a text."""
+        """Raise ValueError if a request does not fit the model or the capacity. Any request that
+        passes can be answered."""
         for request in requests:
             request.check(self.engine.llama.config.vocab_size, self.engine.capacity)
 

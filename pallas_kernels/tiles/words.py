@@ -64,7 +64,7 @@ class WordTiles(abc.ABC):
     @abc.abstractmethod
     def shifted(self, amounts: Sequence[Int32[Array, "1 1"]]) -> WordTiles:
         """Return the words of each plane set shifted right by amounts that are known when the
-        kernel runs. The bits shifted in are no code.
+        kernel runs. The bits shifted in are not a code.
         """
 
     @abc.abstractmethod

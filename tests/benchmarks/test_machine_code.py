@@ -115,7 +115,7 @@ def test_loops_are_those_that_control_flow_makes():
         0x40: (13, 0x100),
         0x110: (14, 0x1E0),
         0x200: (2, 0x210),
-    }, "an endless loop after the end and a way back from a diverged warp's code are no loops"
+    }, "an endless loop after the end and a way back from a diverged warp's code are not loops"
 
 
 def test_the_main_loop_is_an_innermost_one_and_not_its_masked_copy():

@@ -165,7 +165,7 @@ def test_queries_that_are_padding_see_nothing_and_change_no_bit_of_the_others(
         np.testing.assert_array_equal(part[0], every[0])
         np.testing.assert_array_equal(part[1, :, :, :real], every[1, :, :, :real])
         np.testing.assert_array_equal(part[1, :, :, real:], np.float32(nothing))
-        assert (every[1] != np.float32(nothing)).all(), "queries that are no padding see nothing"
+        assert (every[1] != np.float32(nothing)).all(), "queries that are not padding see nothing"
 
 
 @jax.jit

@@ -16,7 +16,7 @@ from tests.pallas_kernels.test_mosaic import LENGTHS, TUNING
 
 
 def test_attention_stays_inside():
-    """The capacity is no multiple of the tile, and the last tile moves back."""
+    """The capacity is not a multiple of the tile, and the last tile moves back."""
     jax.clear_caches()
     with watched() as outside:
         check_attention(kivi(4, 64, 2), LENGTHS, TUNING, INTERPRETED)

@@ -50,8 +50,8 @@ from tests.pallas_kernels.kernel_cases import (
 from tests.pallas_kernels.lowering import needs_mosaic
 
 INTERPRETED = Launch(interpret=True, route="mosaic")
-# The capacity is no multiple of the tile, so the last tile moves back, and some warps of it have no
-# live token.
+# The capacity is not a multiple of the tile, so the last tile moves back, and some of its warps
+# have no live token.
 LENGTHS = Lengths(160, (0, 31, 160))
 WIDE = {"kivi2_h64_g4_size64": Lengths(192, (0, 95, 192))}  # whole groups of tokens
 WIDE |= {f"kivi4_h64_g4_size128{turned}": Lengths(256, (0, 95, 250)) for turned in ("", "_turned")}

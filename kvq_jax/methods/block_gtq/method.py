@@ -111,5 +111,5 @@ class BlockGTQ(Method):
     def _chunks(head_dim: int) -> int:
         chunk = WIDE_CHUNK if head_dim >= 256 else CHUNK
         if head_dim % chunk:
-            raise ValueError(f"head_dim {head_dim} is no multiple of {chunk}")
+            raise ValueError(f"head_dim {head_dim} is not a multiple of {chunk}")
         return head_dim // chunk

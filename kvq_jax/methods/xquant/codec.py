@@ -79,7 +79,7 @@ class OutlierChannel(Codec):
 
     @property
     def facts(self) -> Facts:
-        return self.coded.facts  # the first channel is no outlier: its place is not the data's
+        return self.coded.facts  # the first channel is not an outlier: its place is not the data's
 
 
 @dataclasses.dataclass(frozen=True)

@@ -130,4 +130,4 @@ def _check(value: Any, kind: type, field: str, filled: bool) -> None:
     try:
         "".join(texts).encode()
     except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
-        raise ValueError(f"{field} is no text: {error}") from error
+        raise ValueError(f"{field} is not a text: {error}") from error

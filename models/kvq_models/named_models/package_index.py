@@ -77,7 +77,7 @@ class PackageIndex:
         FetchError if the request fails."""
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise FetchError(f"{host(url)} is no address of the web (http, https)")
+            raise FetchError(f"{host(url)} is not an address of the web (http, https)")
         request = urllib.request.Request(_without_credentials(url), headers=headers)
         if parts.username is not None:
             request.add_unredirected_header(
@@ -134,7 +134,7 @@ def _address(response: HTTPResponse, file: str) -> str | None:
         return urllib.parse.urljoin(response.geturl(), links[file]) if file in links else None
     except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:
         raise FetchError(
-            f"{host(response.geturl())} answers what is no page of a package index"
+            f"{host(response.geturl())} answers what is not a page of a package index"
         ) from error
 
 

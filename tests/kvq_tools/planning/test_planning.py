@@ -127,10 +127,10 @@ def test_a_plan_is_written_and_read_and_what_is_none_is_refused_in_one_line(tmp_
     assert kept.read_plan(tmp_path / "plan.json") == written
     good = json.loads((tmp_path / "plan.json").read_text())
     for content, message in (
-        ("{", "is no plan of kvq"),
-        ("[" * 9999, "is no plan of kvq"),
-        ("[]", "is no plan of kvq"),
-        (json.dumps(good | {"format": "other"}), "is no plan of kvq"),
+        ("{", "is not a plan of kvq"),
+        ("[" * 9999, "is not a plan of kvq"),
+        ("[]", "is not a plan of kvq"),
+        (json.dumps(good | {"format": "other"}), "is not a plan of kvq"),
         (json.dumps(good | {"cache": 3}), "the text of a cache"),
         (json.dumps(good | {"calibration": 3}), "the text of a cache"),
         (json.dumps(good | {"cache": "nothing:bits=2"}), "unknown cache method 'nothing'"),
