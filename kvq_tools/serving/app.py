@@ -231,7 +231,8 @@ def _handle_errors(app: FastAPI) -> None:
         message = str(error.detail)
         details: dict[str, Any] = {}
         if error.status_code == 405:
-            message = f"{request.method} is not allowed on {errors.shortened(request.url.path)}."
+            # in OpenAI's words
+            message = f"Not allowed to {request.method} on {errors.shortened(request.url.path)}."
             details = {"code": "method_not_supported", "headers": error.headers}  # Allow
         return ErrorResponse(ApiError(error.status_code, message, **details))
 
