@@ -2,68 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-import operator
-import reprlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key, UInt32
 
+from kvq_models.inference.sampling_rule import Sampling as Sampling
+
 SIGN = np.uint32(1 << 31)  # the bit of the sign of a float32
 MIN_TEMPERATURE = 1e-30  # dividing logits by less overflows float32
-MAX_TEMPERATURE = 3.4e38  # the largest float32; JSON has integers that no float holds
-
-
-# functions that make a Python number of each choice, or fail
-_PLAIN = {"temperature": float, "top_k": operator.index, "top_p": float, "min_p": float}
-
-
-@dataclasses.dataclass(frozen=True)
-class Sampling:
-    """The rule by which a token is drawn. Static and hashable. The default is greedy.
-
-    Args:
-        temperature: 0 takes the most probable token; otherwise logits are divided by it.
-        top_k: keep the k most probable tokens; 0 keeps all.
-        top_p: then keep the fewest tokens whose probabilities add up to it.
-        min_p: then keep tokens whose probability is at least min_p times the highest.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-
-    def check(self) -> None:
-        """Raise ValueError, in one line, if a value is out of range or no number."""
-        for name, plain in _PLAIN.items():
-            value = getattr(self, name)
-            try:
-                # float reads texts, and a bool is an index
-                number = None if isinstance(value, bool | str) else plain(value)
-            except OverflowError:  # a larger integer than floats hold, which is out of range
-                number = value
-            except (TypeError, ValueError):
-                number = None
-            if number is None:
-                kind = "an integer" if plain is operator.index else "a number"
-                raise ValueError(f"{name}={reprlib.repr(value)} must be {kind}")
-        if not 0 <= self.temperature <= MAX_TEMPERATURE:
-            raise ValueError(
-                f"temperature={reprlib.repr(self.temperature)} must be at least 0 (0 is greedy) and"
-                " finite"
-            )
-        if not 0 <= self.top_k < 2**31:
-            raise ValueError(
-                f"top_k={reprlib.repr(self.top_k)} must be at least 0 (0 keeps all tokens) and"
-                " below 2**31"
-            )
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p} must be in (0, 1]")
-        if not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p={self.min_p} must be in [0, 1]")
 
 
 def best_token(logits: Float[Array, "*rows V"]) -> Int[Array, "*rows"]:

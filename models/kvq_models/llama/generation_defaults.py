@@ -4,9 +4,11 @@ general.sampling fields."""
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable, Mapping
+import reprlib
+from collections.abc import Mapping
 from typing import Any
+
+from kvq_models.inference.sampling_rule import check_choice
 
 Fields = Mapping[str, Any]
 
@@ -31,13 +33,6 @@ class GenerationDefaults:
     min_p: float = 0.0
     unapplied: tuple[str, ...] = ()
 
-
-_RANGES: dict[str, Callable[[float], bool]] = {
-    "temperature": lambda value: 0 <= value < math.inf,
-    "top_k": lambda value: value >= 0 and value == int(value),
-    "top_p": lambda value: 0 < value <= 1,
-    "min_p": lambda value: 0 <= value <= 1,
-}
 
 # transformers' values for what generation_config.json does not state
 _TRANSFORMERS = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}
@@ -81,7 +76,7 @@ def to_hf(defaults: GenerationDefaults) -> dict[str, Any]:
     """Return the contents of a generation_config.json, or {} for greedy defaults."""
     if defaults.temperature == 0:
         return {}
-    return {"do_sample": True} | {name: getattr(defaults, name) for name in _RANGES}
+    return {"do_sample": True} | {name: getattr(defaults, name) for name in _TRANSFORMERS}
 
 
 def of_gguf(fields: Fields) -> GenerationDefaults:
@@ -93,7 +88,7 @@ def of_gguf(fields: Fields) -> GenerationDefaults:
     }
     stated |= {"temperature": stated.pop("temp")} if "temp" in stated else {}
     ignored = _unapplied(stated, _NEUTRAL_GGUF)
-    if not stated.keys() & _RANGES.keys():
+    if not stated.keys() & _EVERYTHING.keys():
         return GenerationDefaults(unapplied=ignored)
     return _in_range(stated, _EVERYTHING, ignored)
 
@@ -102,21 +97,20 @@ def _in_range(
     fields: Fields, defaults: Mapping[str, float], ignored: tuple[str, ...]
 ) -> GenerationDefaults:
     values: dict[str, Any] = dict(defaults)
-    for name, in_range in _RANGES.items():
-        value = fields.get(name)
-        if value is None:
-            continue
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if number and math.isfinite(value) and in_range(value):
-            values[name] = type(defaults[name])(value)
+    stated = {name: fields[name] for name in defaults if fields.get(name) is not None}
+    for name, value in stated.items():
+        try:
+            check_choice(name, value)
+        except ValueError:
+            ignored += (f"{name}={reprlib.repr(value)}",)
         else:
-            ignored += (f"{name}={value!r}",)
+            values[name] = type(defaults[name])(value)
     return GenerationDefaults(**values, unapplied=ignored)
 
 
 def _unapplied(fields: Fields, neutral: Mapping[str, tuple[Any, ...]]) -> tuple[str, ...]:
     return tuple(
-        f"{name}={str(fields[name])[:40]}"
+        f"{name}={reprlib.repr(fields[name])}"
         for name, values in neutral.items()
         if name in fields and fields[name] not in values
     )

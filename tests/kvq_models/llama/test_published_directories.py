@@ -1,6 +1,7 @@
 """Hugging Face directories as they are published: tokenizers that a library would rebuild, end
 tokens in several places, sampling defaults, heads and prefixes that are missing, quantization."""
 
+import dataclasses
 import importlib.util
 import json
 import pathlib
@@ -20,6 +21,7 @@ from tokenizers import (
     processors,
 )
 
+from kvq_models.inference.sampling import Sampling
 from kvq_models.llama import hf_names
 from kvq_models.llama.checkpoint import load_llama, open_checkpoint, read_config, save_llama
 from kvq_models.llama.generation_defaults import GenerationDefaults, of_hf
@@ -210,6 +212,18 @@ def test_sampling_settings_that_cannot_be_used_are_named():
     wrong = ("temperature='hot'", "top_k=-1", "top_p=1.5")
     unapplied = ("repetition_penalty=1.05", "no_repeat_ngram_size=3", *wrong)
     assert of_hf(fields) == GenerationDefaults(temperature=1.0, top_k=50, unapplied=unapplied)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("top_k", 10**399), ("top_k", 2**40), ("temperature", 1e39), ("min_p", True), ("top_p", "1")],
+    ids=["digits", "top_k", "temperature", "bool", "text"],
+)
+def test_no_default_is_one_that_a_request_could_not_give(name: str, value: Any):
+    generation = of_hf({"do_sample": True, name: value})
+    assert [setting.partition("=")[0] for setting in generation.unapplied] == [name]
+    asked = {part.name: getattr(generation, part.name) for part in dataclasses.fields(Sampling)}
+    Sampling(**asked).check()
 
 
 def same_weights(directory: pathlib.Path, wanted: Any) -> bool:
