@@ -16,6 +16,7 @@ from typing import Any
 from kvq_jax.layer.attention import Attention
 from kvq_models.llama import families
 from kvq_models.llama.config_fields import check_positive, optional, required, token_ids
+from kvq_models.llama.end_tokens import end_tokens
 from kvq_models.llama.experts_config import ExpertsConfig, experts_from_hf, experts_to_hf
 from kvq_models.llama.generation_defaults import GenerationDefaults
 from kvq_models.llama.layer_kinds import (
@@ -173,9 +174,10 @@ class LlamaConfig:
         heads = required(hf, "num_attention_heads", int)
         hidden = required(hf, "hidden_size", int)
         attention_bias = optional(hf, "attention_bias", bool, family.attention_bias)
+        vocab_size = required(hf, "vocab_size", int)
         return cls(
             model_type=hf["model_type"],
-            vocab_size=required(hf, "vocab_size", int),
+            vocab_size=vocab_size,
             hidden_size=hidden,
             intermediate_size=required(hf, family.mlp_width, int),
             num_hidden_layers=required(hf, "num_hidden_layers", int),
@@ -207,7 +209,7 @@ class LlamaConfig:
             rope=rope,
             local_rope=local_rope,
             bos_token_id=optional(hf, "bos_token_id", int, None),
-            eos_token_ids=token_ids(hf, "eos_token_id"),
+            eos_token_ids=end_tokens(token_ids(hf, "eos_token_id"), {}, vocab_size),
             pad_token_id=optional(hf, "pad_token_id", int, None),
             brings_kv_scales=brings_kv_scales(hf),
         )

@@ -36,13 +36,18 @@ WELL_KNOWN = frozenset(
 _HARMONY, _MESSAGE_END = frozenset({"<|return|>", "<|call|>"}), "<|end|>"
 
 
-def end_tokens(stated: Iterable[int | None], special: Mapping[str, int]) -> tuple[int, ...]:
-    """Return all tokens at which generation stops, those that the files state first.
+def end_tokens(
+    stated: Iterable[int | None], special: Mapping[str, int], vocab_size: int
+) -> tuple[int, ...]:
+    """Return all tokens at which generation stops, those that the files state first. Ids outside
+    the model's vocabulary are left out: it never generates them.
 
     Args:
         stated: ids from the files' fields; None for a field that is not there.
         special: ids of the vocabulary's special (control) tokens by their text.
+        vocab_size: the number of tokens that the model knows.
     """
     known = WELL_KNOWN - {_MESSAGE_END} if special.keys() >= _HARMONY else WELL_KNOWN
     named = sorted(number for text, number in special.items() if text in known)
-    return tuple(dict.fromkeys(i for i in (*stated, *named) if i is not None))
+    ids = dict.fromkeys((*stated, *named))
+    return tuple(i for i in ids if i is not None and 0 <= i < vocab_size)

@@ -58,11 +58,11 @@ def config_of(
     blocks = checked_layers(whole(fields, f"{architecture}.block_count"))
     window, windowed = windows(fields, architecture, blocks, context)
     rope, local_rope = ropes_of(fields, architecture, head_dim, shapes, read)
+    embedding = (whole(fields, f"{architecture}.vocab_size", 0),)
+    vocab_size = shapes.get("model.embed_tokens.weight", embedding)[0]
     config = LlamaConfig(
         **family_fields(fields, architecture, head_dim, hidden // heads),
-        vocab_size=shapes.get(
-            "model.embed_tokens.weight", (whole(fields, f"{architecture}.vocab_size", 0),)
-        )[0],
+        vocab_size=vocab_size,
         hidden_size=hidden,
         intermediate_size=whole(fields, f"{architecture}.feed_forward_length"),
         num_hidden_layers=blocks,
@@ -81,7 +81,9 @@ def config_of(
         local_rope=local_rope if windowed else None,
         bos_token_id=token(fields, "bos"),
         eos_token_ids=end_tokens(
-            (token(fields, name) for name in ("eos", "eot", "eom")), _control_tokens(fields)
+            (token(fields, name) for name in ("eos", "eot", "eom")),
+            _control_tokens(fields),
+            vocab_size,
         ),
         pad_token_id=token(fields, "padding"),
         generation=generation_defaults.of_gguf(fields),

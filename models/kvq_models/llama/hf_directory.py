@@ -88,7 +88,7 @@ class HfDirectory:
         )
         return dataclasses.replace(
             config,
-            eos_token_ids=end_tokens(stated, added),
+            eos_token_ids=end_tokens(stated, added, config.vocab_size),
             generation=generation_defaults.of_hf(generation),
         )
 

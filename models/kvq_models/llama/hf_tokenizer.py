@@ -164,7 +164,7 @@ def added_tokens(directory: Path) -> dict[str, int]:
         for number, entry in entries
         if isinstance(entry, Mapping)
         and "content" in entry
-        and str(number).isdecimal()
+        and re.fullmatch("[0-9]{1,10}", str(number))
         and (entry.get("special", True) or entry["content"] != "</s>" or end == "</s>")
     }
 

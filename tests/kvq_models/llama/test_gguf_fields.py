@@ -132,6 +132,11 @@ def test_generation_ends_at_every_token_that_ends_a_text_or_a_turn(write):
     assert read_config(write(tokenizer=no_kinds)).eos_token_ids == (0, 5)
 
 
+def test_an_id_that_the_model_never_generates_ends_nothing(write):
+    fields = {"eos_token_id": 2**31, "eot_token_id": 96, "eom_token_id": 95}
+    assert read_config(write(tokenizer=fields)).eos_token_ids == (95,)
+
+
 def test_the_end_of_a_message_ends_no_answer_of_gpt_oss(write):
     """Its analysis ends with <|end|>, and its final message with <|return|>."""
     tokens = [*TOKENS, "<|return|>", "<|call|>"]

@@ -160,6 +160,7 @@ def test_generation_ends_at_the_end_tokens_of_all_files(saved: pathlib.Path):
     vocabulary has an end of turn that none of them names."""
     tokenizer = byte_level("<|eot_id|>", "<|start|>", "<|stop|>")
     ids = {text: tokenizer.token_to_id(text) for text in ("<|eot_id|>", "<|stop|>")}
+    change_config(saved, vocab_size=tokenizer.get_vocab_size())
     save_tokenizer(saved, tokenizer, eos_token="<|stop|>")
     (saved / "generation_config.json").write_text(json.dumps({"eos_token_id": [11, 12]}))
     wanted = (11, 12, SIZES["eos_token_id"], ids["<|stop|>"], ids["<|eot_id|>"])
@@ -170,12 +171,25 @@ def test_generation_ends_at_the_end_tokens_of_all_files(saved: pathlib.Path):
     assert read_config(saved).eos_token_ids == (11, 12, SIZES["eos_token_id"], 7)
 
 
+@pytest.mark.parametrize("beyond", [-1, SIZES["vocab_size"], 2**40])
+def test_ids_that_no_model_generates_end_nothing(beyond: int, saved: pathlib.Path):
+    """JAX holds smaller integers than JSON does, and Python refuses to read the longest ones."""
+    ends = {"2": "<|im_end|>", str(beyond): "<|eot_id|>", "9" * 5000: "</s>"}
+    settings = {"added_tokens_decoder": {key: {"content": text} for key, text in ends.items()}}
+    (saved / "tokenizer_config.json").write_text(json.dumps(settings))
+    (saved / "generation_config.json").write_text(json.dumps({"eos_token_id": [beyond]}))
+    change_config(saved, eos_token_id=[beyond, 3])
+    assert read_config(saved).eos_token_ids == (3, 2)
+    assert tiny_config(eos_token_id=[beyond, 3]).eos_token_ids == (3,)
+
+
 @pytest.mark.parametrize("place", ["tokenizer_config.json", "tokenizer.json"])
 def test_html_that_looks_like_an_end_ends_nothing(place: str, saved: pathlib.Path):
     """Gemma's vocabulary has the ordinary token </s>, which closes struck-out text."""
     tokenizer = byte_level("<eos>")
     tokenizer.add_tokens([AddedToken("</s>", special=False)])
     ends = {text: tokenizer.token_to_id(text) for text in ("<eos>", "</s>")}
+    change_config(saved, vocab_size=tokenizer.get_vocab_size())
     decoder = {str(i): {"content": t, "special": t == "<eos>"} for t, i in ends.items()}
     settings = {"added_tokens_decoder": decoder} if place == "tokenizer_config.json" else {}
     save_tokenizer(saved, tokenizer, eos_token="<eos>", **settings)
