@@ -133,12 +133,12 @@ class GgufFile:
         return lambda index: whole[index]
 
     def tokenizer(self) -> Any:
-        """Return the tokenizer, or None if the file has none. Raise CheckpointError for an
-        unsupported kind."""
+        """Return the tokenizer, or None if the file has none. Raise CheckpointError for a broken
+        one, and for an unsupported kind."""
         try:
             core = self._core
             return None if core is None else gguf_tokenizer.tokenizer_of(self.fields, core)
-        except (ValueError, NotImplementedError) as error:
+        except Exception as error:  # the tokenizers library raises nothing narrower
             raise CheckpointError(
                 f"the tokenizer in {str(self.path)!r} cannot be loaded: {first_line(error)}"
             ) from error

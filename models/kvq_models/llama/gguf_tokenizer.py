@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import itertools
 import os
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvq_models.llama.gguf_fields import unnamed_token
+from kvq_models.llama.gguf_fields import text, unnamed_token
 from kvq_models.llama.gguf_metadata import CONTROL, USER_DEFINED
 from kvq_models.llama.lazy_tokenizer import LazyTokenizer
 
@@ -93,12 +94,18 @@ def core_of(fields: Fields) -> Any:
         return None
     if kind not in ("gpt2", "llama"):
         raise NotImplementedError(
-            f"GGUF field tokenizer.ggml.model={kind!r} is not supported; supported: gpt2, llama"
+            f"GGUF field tokenizer.ggml.model={str(kind)[:40]!r} is not supported; supported: gpt2,"
+            " llama"
         )
     _check_all_known(fields)
     tokens = _strings(fields, "tokens")
     core = _byte_level(fields, tokens) if kind == "gpt2" else _sentence_piece(fields, tokens)
-    kinds = fields.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    kinds = fields.get("tokenizer.ggml.token_type", [1] * len(tokens))
+    if not isinstance(kinds, list):
+        raise ValueError(
+            f"GGUF field tokenizer.ggml.token_type={str(kinds)[:40]!r} must be a list with an entry"
+            " for each token"
+        )
     if len(kinds) != len(tokens):
         raise ValueError(
             f"GGUF field tokenizer.ggml.token_type has {len(kinds)} entries for {len(tokens)}"
@@ -152,16 +159,15 @@ def _check_all_known(fields: Fields) -> None:
 
 def _split(fields: Fields) -> str:
     """Return the name in `PRE_TOKENIZERS` of a byte-level file's split."""
-    name = fields.get("tokenizer.ggml.pre")
-    if name is None:
+    if "tokenizer.ggml.pre" not in fields:
         raise NotImplementedError(
             "GGUF field tokenizer.ggml.pre is missing, and any guess of how text is split may give"
             " wrong tokens: convert the model again with a llama.cpp of May 2024 or later, or add"
             f" the field with gguf-new-metadata; supported: {', '.join(PRE_TOKENIZERS)}"
         )
-    if name not in _SPLITS:
+    if (name := text(fields, "tokenizer.ggml.pre")) not in _SPLITS:
         raise NotImplementedError(
-            f"GGUF field tokenizer.ggml.pre={str(name)[:40]!r} is not supported; supported:"
+            f"GGUF field tokenizer.ggml.pre={name[:40]!r} is not supported; supported:"
             f" {', '.join(_SPLITS)}"
         )
     return _SPLITS[name]
@@ -176,7 +182,9 @@ def _byte_level(fields: Fields, tokens: Sequence[str]) -> Any:
         for first, _, second in (merge.partition(" ") for merge in _strings(fields, "merges"))
     ]
     if not all(second for _, second in merges):
-        raise ValueError("GGUF field tokenizer.ggml.merges holds an entry that is no pair")
+        raise ValueError(
+            "GGUF field tokenizer.ggml.merges holds an entry that is not a pair of tokens"
+        )
     core = Tokenizer(
         models.BPE(vocab=_vocabulary(tokens), merges=merges, ignore_merges=name in WHOLE_WORDS)
     )
@@ -208,11 +216,17 @@ def _sentence_piece(fields: Fields, tokens: Sequence[str]) -> Any:
     if not isinstance(scores, list) or len(scores) != len(tokens):
         raise ValueError("GGUF field tokenizer.ggml.scores does not have one entry for each token")
     vocabulary = _vocabulary(tokens)
+    merges = _merges(vocabulary, scores)
     unknown = _named(fields, "unknown", tokens) or "<unk>"
+    if unknown not in vocabulary:
+        raise ValueError(
+            f"GGUF field tokenizer.ggml.tokens lacks {unknown!r}, and"
+            " tokenizer.ggml.unknown_token_id, which could name another token, is missing"
+        )
     core = Tokenizer(
         models.BPE(
             vocab=vocabulary,
-            merges=_merges(vocabulary, scores),
+            merges=merges,
             unk_token=unknown,
             fuse_unk=True,
             byte_fallback=True,
@@ -305,7 +319,7 @@ def _vocabulary(tokens: Sequence[str]) -> dict[str, int]:
 def _strings(fields: Fields, name: str) -> list[str]:
     strings = fields.get(f"tokenizer.ggml.{name}")
     if not isinstance(strings, list) or not all(isinstance(entry, str) for entry in strings):
-        raise ValueError(f"GGUF field tokenizer.ggml.{name} is missing, or is no list of texts")
+        raise ValueError(f"GGUF field tokenizer.ggml.{name} is missing or not a list of texts")
     return strings
 
 
@@ -315,7 +329,7 @@ def _named(fields: Fields, name: str, tokens: Sequence[str]) -> str | None:
         return None
     if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < len(tokens):
         raise ValueError(
-            f"GGUF field tokenizer.ggml.{name}_token_id={number!r} is none of the {len(tokens)}"
-            " tokens"
+            f"GGUF field tokenizer.ggml.{name}_token_id={reprlib.repr(number)} is not the number of"
+            f" one of the {len(tokens)} tokens"
         )
     return tokens[number]

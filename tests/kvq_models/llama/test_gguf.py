@@ -111,9 +111,18 @@ def test_text_is_cut_as_the_file_says(pre: str, ids: list[str], tmp_path: pathli
         ({"pre": "martian"}, "tokenizer.ggml.pre='martian' is not supported; supported: gpt-2"),
         ({"model": "bert"}, "tokenizer.ggml.model='bert' is not supported"),
         ({"token_type": [1, 1]}, "token_type has 2 entries"),
-        ({"eos_token_id": 4000}, "eos_token_id=4000 is none of the"),
+        ({"eos_token_id": 4000}, "eos_token_id=4000 is not the number of one of the 72 tokens"),
         ({"tokens": ["a", "a"], "token_type": [1, 1]}, "holds 'a' twice"),
-        ({"merges": ["ab"]}, "no pair"),
+        ({"merges": ["ab"]}, "merges holds an entry that is not a pair of tokens"),
+        ({"merges": ["a c"]}, "Token `a` out of vocabulary"),
+        ({"merges": "a c"}, "tokenizer.ggml.merges is missing or not a list of texts"),
+        ({"token_type": 3}, "tokenizer.ggml.token_type='3' must be a list"),
+        ({"pre": ["gpt-2"]}, "tokenizer.ggml.pre=\"['gpt-2']\" is of the wrong type"),
+        ({"model": ["gpt2"]}, "tokenizer.ggml.model=\"['gpt2']\" is not supported"),
+        (
+            {"model": "llama", "tokens": ["a"], "token_type": [1], "scores": [0.0]},
+            "tokenizer.ggml.tokens lacks '<unk>'",
+        ),
         (
             {"model": "llama", "tokens": ["a" * 9000], "token_type": [1], "scores": [0.0]}
             | {"bos_token_id": 0},
