@@ -11,6 +11,7 @@ import numpy as np
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.gguf_fields import Fields, number, text, whole
 from kvq_models.llama.rope_config import RopeConfig
+from kvq_models.llama.stored_tensor import CheckpointError
 
 ROPE_FACTORS = "rope_freqs.weight"
 SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
@@ -26,9 +27,16 @@ def ropes_of(
 ) -> tuple[RopeConfig, RopeConfig | None]:
     """Return the RoPE of a file's fields, and the one of windowed layers if they have their own.
 
-    shapes, read: of the file's tensors by name. Phi-3's factors are tensors.
+    shapes, read: of the file's tensors by name. Phi-3's factors are tensors. Raises CheckpointError
+    if the file has those of one length alone.
     """
-    rope = rope_of(fields, architecture, SHORT_FACTORS in shapes)
+    missing = [name for name in (SHORT_FACTORS, LONG_FACTORS) if name not in shapes]
+    if len(missing) == 1:
+        raise CheckpointError(
+            f"the file lacks tensor {missing[0]!r}, and has the RoPE factors of other lengths:"
+            " convert the model again"
+        )
+    rope = rope_of(fields, architecture, not missing)
     if architecture == "phi3":
         rotated = whole(fields, f"{architecture}.rope.dimension_count", head_dim)
         rope = dataclasses.replace(rope, partial_rotary_factor=rotated / head_dim)

@@ -193,6 +193,14 @@ def test_longrope_may_be_named_beside_its_factors(tmp_path: pathlib.Path):
     assert "scaling.type='longrope' is not supported" in refusal(without)
 
 
+@pytest.mark.parametrize("length", ["short", "long"])
+def test_factors_of_one_length_alone_are_refused(length: str, tmp_path: pathlib.Path):
+    path = written("phi3", tmp_path)[1]
+    name = f"rope_factors_{length}.weight"
+    path.write_bytes(path.read_bytes().replace(name.encode(), b"x" * len(name)))
+    assert f"the file lacks tensor '{name}'" in refusal(path)
+
+
 def test_fields_at_neutral_values_change_nothing(tmp_path: pathlib.Path):
     plain = read_config(written("qwen3moe", tmp_path)[1])
     fields = {"expert_weights_norm": True, "expert_weights_scale": 1.0, "expert_gating_func": 1}
