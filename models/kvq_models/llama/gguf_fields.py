@@ -147,6 +147,12 @@ def whole(fields: Fields, key: str, default: int | None = None) -> int:
     return _value(fields, key, int, default)
 
 
+def positive(fields: Fields, key: str, default: int | None = None) -> int:
+    if (value := whole(fields, key, default)) < 1:
+        raise ValueError(f"GGUF field {key}={value} must be at least 1")
+    return value
+
+
 def of_all_layers(fields: Fields, key: str, default: int) -> int:
     """Return a number that the file states once or for every layer. Raise NotImplementedError if
     layers differ."""

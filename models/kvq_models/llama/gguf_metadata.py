@@ -15,7 +15,15 @@ from kvq_models.llama import generation_defaults
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.end_tokens import end_tokens
 from kvq_models.llama.gguf_families import MODEL_TYPES, REFUSED, family_fields, windows
-from kvq_models.llama.gguf_fields import check_all_known, number, of_all_layers, text, token, whole
+from kvq_models.llama.gguf_fields import (
+    check_all_known,
+    number,
+    of_all_layers,
+    positive,
+    text,
+    token,
+    whole,
+)
 from kvq_models.llama.gguf_header import GgufFields
 from kvq_models.llama.gguf_rope import ROPE_FACTORS, llama3_rope, ropes_of
 from kvq_models.llama.layer_kinds import checked_layers
@@ -39,13 +47,9 @@ def config_of(
             f"GGUF architecture {architecture!r} is not supported{reason}; supported:"
             f" {', '.join(MODEL_TYPES)}"
         )
-    heads = whole(fields, f"{architecture}.attention.head_count")
-    hidden = whole(fields, f"{architecture}.embedding_length")
-    if heads < 1 or hidden < 1:
-        raise ValueError(
-            f"GGUF fields head_count={heads} and embedding_length={hidden} must be positive"
-        )
-    head_dim = whole(fields, f"{architecture}.attention.key_length", hidden // heads)
+    heads = positive(fields, f"{architecture}.attention.head_count")
+    hidden = positive(fields, f"{architecture}.embedding_length")
+    head_dim = positive(fields, f"{architecture}.attention.key_length", hidden // heads)
     check_all_known(fields, architecture, head_dim)
     partial = architecture == "phi3"
     for key in ("attention.value_length", "rope.dimension_count")[: 1 if partial else 2]:

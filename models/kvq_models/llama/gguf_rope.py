@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from kvq_models.llama.config import LlamaConfig
-from kvq_models.llama.gguf_fields import Fields, number, text, whole
+from kvq_models.llama.gguf_fields import Fields, number, positive, text, whole
 from kvq_models.llama.rope_config import RopeConfig
 from kvq_models.llama.stored_tensor import CheckpointError
 
@@ -38,7 +38,12 @@ def ropes_of(
         )
     rope = rope_of(fields, architecture, not missing)
     if architecture == "phi3":
-        rotated = whole(fields, f"{architecture}.rope.dimension_count", head_dim)
+        rotated = positive(fields, f"{architecture}.rope.dimension_count", head_dim)
+        if rotated > head_dim:
+            raise ValueError(
+                f"GGUF field {architecture}.rope.dimension_count={rotated} must be at most the head"
+                f" dim {head_dim}"
+            )
         rope = dataclasses.replace(rope, partial_rotary_factor=rotated / head_dim)
         if rope.rope_type == "longrope":
             short, long = (
