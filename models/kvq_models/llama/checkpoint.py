@@ -174,7 +174,7 @@ def _check_layers(checkpoint: Checkpoint) -> None:
         missing = f"model.layers.{stored}.self_attn.q_proj.weight"
         raise CheckpointError(
             f"the files lack tensor {missing!r} and more: they hold {stored} layers, and"
-            f" num_hidden_layers is {layers}"
+            f" their configuration has {layers}"
         )
 
 

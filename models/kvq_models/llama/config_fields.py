@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 LIMIT = 2.0**128  # float32 ends below it
@@ -11,6 +13,26 @@ LIMIT = 2.0**128  # float32 ends below it
 def check_positive(name: str, value: float) -> None:
     if not 0 < value < LIMIT:
         raise ValueError(f"config field {name}={value} must be above 0 and finite in float32")
+
+
+@contextlib.contextmanager
+def fields_named(names: Mapping[str, str], kind: str = "config") -> Iterator[None]:
+    """Make an error about a field of a configuration name it as the file does.
+
+    names: the file's names by the configuration's. kind: of the file's fields.
+    """
+    try:
+        yield
+    except ValueError as error:
+        stated = "|".join(map(re.escape, names))
+        told = re.sub(
+            rf"(config field )?\b({stated})(?==)",
+            lambda match: f"{kind} field " * bool(match[1]) + names[match[2]],
+            str(error),
+        )
+        if told == str(error):
+            raise
+        raise ValueError(told) from error
 
 
 def typed(name: str, value: Any, kind: type) -> Any:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from kvq_models.llama.config_fields import check_positive, optional, required
+from kvq_models.llama.config_fields import check_positive, fields_named, optional, required
 
 # config.json's name of the number of experts, by model_type. transformers writes both families
 # under the first name, published files have these.
@@ -42,7 +42,10 @@ class ExpertsConfig:
 
     def __post_init__(self) -> None:
         for name in ("count", "per_token", "intermediate_size"):
-            check_positive(f"experts.{name}", getattr(self, name))
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"config field experts.{name}={getattr(self, name)} must be at least 1"
+                )
         for name in ("swiglu_limit", "swiglu_alpha"):
             if getattr(self, name) is not None:
                 check_positive(name, getattr(self, name))
@@ -52,7 +55,7 @@ class ExpertsConfig:
             )
         if self.per_token > self.count:
             raise ValueError(
-                f"config field num_experts_per_tok={self.per_token} must be at most the"
+                f"config field experts.per_token={self.per_token} must be at most the"
                 f" {self.count} experts"
             )
 
@@ -73,9 +76,9 @@ def experts_from_hf(hf: Mapping[str, Any]) -> ExpertsConfig | None:
             "swiglu_alpha": optional(hf, "swiglu_alpha", float, 1.702),
         }
     if model_type in ("mixtral", "gpt_oss"):
-        size, normalized = required(hf, "intermediate_size", int), True
+        width, normalized = "intermediate_size", True
     else:
-        size = required(hf, "moe_intermediate_size", int)
+        width = "moe_intermediate_size"
         normalized = optional(hf, "norm_topk_prob", bool, False)
         if (step := optional(hf, "decoder_sparse_step", int, 1)) != 1:
             raise NotImplementedError(
@@ -87,12 +90,15 @@ def experts_from_hf(hf: Mapping[str, Any]) -> ExpertsConfig | None:
                 f"config field mlp_only_layers={str(dense)[:40]} is not supported; supported: []"
                 " (experts in every layer)"
             )
-    counts = {required(hf, name, int) for name in COUNTS if hf.get(name) is not None}
-    if len(counts) != 1:
+    counts = {name: required(hf, name, int) for name in COUNTS if hf.get(name) is not None}
+    if len(set(counts.values())) != 1:
         named = " and ".join(f"{name}={hf.get(name)}" for name in COUNTS)
         raise ValueError(f"config fields {named}: one number of experts is needed")
     per_token = required(hf, "num_experts_per_tok", int)
-    return ExpertsConfig(counts.pop(), per_token, size, normalized, **activation)
+    size, (count_name, count) = required(hf, width, int), counts.popitem()
+    names = {"count": count_name, "per_token": "num_experts_per_tok", "intermediate_size": width}
+    with fields_named({f"experts.{name}": stated for name, stated in names.items()}):
+        return ExpertsConfig(count, per_token, size, normalized, **activation)
 
 
 def experts_to_hf(experts: ExpertsConfig | None, model_type: str) -> dict[str, Any]:

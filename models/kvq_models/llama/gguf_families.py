@@ -6,7 +6,7 @@ from typing import Any
 
 from kvq_models.llama.experts_config import ExpertsConfig
 from kvq_models.llama.families import GEMMA4, LINEAR, LLAMA4
-from kvq_models.llama.gguf_fields import Fields, number, whole
+from kvq_models.llama.gguf_fields import Fields, number, positive, whole
 
 # The model_type of each architecture. Files of Mistral and Mixtral say llama.
 MODEL_TYPES = {
@@ -98,7 +98,7 @@ def _experts(fields: Fields, architecture: str) -> ExpertsConfig | None:
     if count == 0 and architecture == "llama":
         return None
     per_token = whole(fields, f"{architecture}.expert_used_count")
-    size = whole(fields, f"{architecture}.feed_forward_length")
+    size = positive(fields, f"{architecture}.feed_forward_length")
     if architecture == "gpt-oss":
         size = whole(fields, f"{architecture}.expert_feed_forward_length")
         return ExpertsConfig(

@@ -42,6 +42,35 @@ READ = frozenset(
     }
 )
 
+# Keys of these fields, and of those that families add, by their names in the configuration.
+CONFIG_NAMES = {
+    "max_position_embeddings": "context_length",
+    "hidden_size": "embedding_length",
+    "num_hidden_layers": "block_count",
+    "intermediate_size": "feed_forward_length",
+    "vocab_size": "vocab_size",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "sliding_window": "attention.sliding_window",
+    "rope_theta": "rope.freq_base",
+    "factor": "rope.scaling.factor",
+    "attention_factor": "rope.scaling.attn_factor",
+    "original_max_position_embeddings": "rope.scaling.original_context_length",
+    "beta_fast": "rope.scaling.yarn_beta_fast",
+    "beta_slow": "rope.scaling.yarn_beta_slow",
+    "experts.count": "expert_count",
+    "experts.per_token": "expert_used_count",
+    "experts.intermediate_size": "expert_feed_forward_length",
+    "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
+    "attention_soft_cap": "attn_logit_softcapping",
+    "logits_soft_cap": "final_logit_softcapping",
+}
+
 # Read by gguf_families.py and gguf_rope.py.
 _PATTERN = ("attention.sliding_window_pattern", "rope.freq_base_swa")
 READ_BY = {

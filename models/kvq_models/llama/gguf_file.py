@@ -19,6 +19,8 @@ import numpy as np
 
 from kvq_models.llama import fused_tensors, gguf_metadata, gguf_names, gguf_tokenizer
 from kvq_models.llama.config import LlamaConfig
+from kvq_models.llama.config_fields import fields_named
+from kvq_models.llama.gguf_fields import CONFIG_NAMES
 from kvq_models.llama.gguf_header import GgufHeader, GgufTensor, blocks_of, dequantized
 from kvq_models.llama.stored_tensor import CheckpointError, StoredTensor, first_line
 
@@ -56,7 +58,10 @@ class GgufFile:
     @functools.cached_property
     def config(self) -> LlamaConfig:
         shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
-        return gguf_metadata.config_of(self.fields, shapes, self._dequantized)
+        architecture = self.fields.get("general.architecture")
+        names = {name: f"{architecture}.{key}" for name, key in CONFIG_NAMES.items()}
+        with fields_named(names, "GGUF"):
+            return gguf_metadata.config_of(self.fields, shapes, self._dequantized)
 
     @functools.cached_property
     def tensors(self) -> Mapping[str, StoredTensor]:

@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 
 from kvq_models.llama.config import LlamaConfig
-from tests.kvq_models.checkpoints import LLAMA3, SIZES, YARN
+from tests.kvq_models.checkpoints import CASES, LLAMA3, SIZES, YARN
 from tests.kvq_models.llama.published_cases import AWQ, GPTQ, compressed, packed_group
 from tests.kvq_models.llama.test_family_configs import GEMMA3_270M, GPT_OSS_20B, PHI4_MINI
 
 LLAMA = SIZES | {"model_type": "llama"}
+MIXTRAL, QWEN3_MOE = (
+    {"model_type": name} | CASES[name].fields for name in ("mixtral", "qwen3_moe")
+)
 ABSENT = object()  # the value of a field that is left out
 
 
@@ -65,6 +68,10 @@ MALFORMED = [
     (with_phi(long_factor=ABSENT), "long_factor is missing"),
     (with_phi(long_factor=[2.0] * 64), "long_factor has 64 entries for 48 pairs"),
     (GPT_OSS_20B | {"swiglu_limit": 0.0}, "swiglu_limit=0.0"),
+    (MIXTRAL | {"num_local_experts": 0}, "num_local_experts=0 must be at least 1"),
+    (MIXTRAL | {"num_experts_per_tok": 6}, "num_experts_per_tok=6 must be at most the 5 experts"),
+    (QWEN3_MOE | {"num_experts": 2048}, "num_experts=2048 must be at most 1024"),
+    (QWEN3_MOE | {"moe_intermediate_size": 0}, "moe_intermediate_size=0 must be at least 1"),
 ]
 QUANTIZATION = [
     ({"quant_method": "aqlm"}, "quant_method='aqlm', which is not supported; supported: unq"),
