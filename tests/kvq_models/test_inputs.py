@@ -237,7 +237,7 @@ def test_a_tokenizers_longest_text_is_a_number(tmp_path):
     assert open_checkpoint(tmp_path).tokenizer() is not None
     file = tmp_path / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"model_max_length": "x"}))
-    with pytest.raises(CheckpointError, match="model_max_length='x', which is no number"):
+    with pytest.raises(CheckpointError, match="model_max_length='x', which is not a number"):
         open_checkpoint(tmp_path).tokenizer()
 
 

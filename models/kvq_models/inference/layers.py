@@ -71,7 +71,7 @@ def residual_split(placement: Placement | None) -> Callable[[HiddenBTD], HiddenB
 
 
 # Jitted for callers that run layers one by one, and so that the trace and the code of equal layers
-# exist once, here as in _layer_step.
+# exist once, as with _layer_step of kvq_jax/cache/layer_step.py.
 embed = jax.jit(Llama.embed_tokens)
 head = jax.jit(Llama.logits)
 attention_inputs = jax.jit(Layer.attention_inputs, static_argnames="placement")

@@ -29,7 +29,7 @@ _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
 
 def check_choice(name: str, value: Any) -> None:
     """Raise ValueError, in one line, if a field of `Sampling` cannot have this value: it is out of
-    range or no number."""
+    range or not a number."""
     plain, (in_range, told) = _PLAIN[name], _RANGES[name]
     try:
         # float reads texts, and a bool is an index
@@ -61,6 +61,6 @@ class Sampling:
     min_p: float = 0.0
 
     def check(self) -> None:
-        """Raise ValueError, in one line, if a value is out of range or no number."""
+        """Raise ValueError, in one line, if a value is out of range or not a number."""
         for name in _PLAIN:
             check_choice(name, getattr(self, name))

@@ -130,8 +130,8 @@ def _gemma(fields: Fields, architecture: str, head_dim: int, width_per_head: int
 
 
 def _granite(fields: Fields, head_dim: int) -> dict[str, float]:
-    """Return Granite's factors. As in llama.cpp, logits are divided by logit_scale, and a factor of
-    0 or none is no factor."""
+    """Return Granite's factors. As in llama.cpp, logits are divided by logit_scale, and a factor
+    that is 0 or missing is not applied. Only logit_scale must be there and above 0."""
     return {
         "attention_multiplier": number(fields, "granite.attention.scale", 0) or head_dim**-0.5,
         "embedding_multiplier": number(fields, "granite.embedding_scale", 0) or 1.0,

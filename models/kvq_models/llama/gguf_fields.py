@@ -2,8 +2,8 @@
 is ignored.
 
 Every field of the architecture is read, harmless, neutral at its value, or refused by name. What a
-field is may depend on the architecture: only Granite reads its factors, and only there decides
-rope.scaling.finetuned whether there is RoPE at all.
+field is may depend on the architecture: only Granite reads its factors, and only for Granite does
+rope.scaling.finetuned decide whether RoPE is applied.
 """
 
 from __future__ import annotations

@@ -109,7 +109,8 @@ class GgufHeader:
         alignment = self.fields.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1:
             raise CheckpointError(
-                f"{str(self.path)!r} has general.alignment={alignment!r}, which is no length"
+                f"{str(self.path)!r} has general.alignment={alignment!r}, which must be a positive"
+                " integer"
             )
         data = math.ceil(at / alignment) * alignment
         self.tensors: dict[str, GgufTensor] = {}
@@ -245,7 +246,9 @@ def blocks_of(tensor: GgufTensor) -> np.ndarray:
     per_block, size = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.kind)]
     count = math.prod(tensor.shape)
     if tensor.shape and tensor.shape[-1] % per_block:
-        raise ValueError(f"its rows of {tensor.shape[-1]} are no whole blocks of {per_block}")
+        raise ValueError(
+            f"its row length {tensor.shape[-1]} is not a multiple of the block size {per_block}"
+        )
     length = count // per_block * size
     start = tensor.start + tensor.part * length
     if start + length > len(tensor.buffer):

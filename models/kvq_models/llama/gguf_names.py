@@ -116,7 +116,7 @@ def _expert_count(tensor: GgufTensor) -> int:
     if len(tensor.shape) != 3 or tensor.shape[0] > MAX_EXPERTS:
         raise CheckpointError(
             f"{str(tensor.file)!r} holds tensor {tensor.name!r} of shape {tensor.shape}, which is"
-            f" no matrix for each of at most {MAX_EXPERTS} experts"
+            f" not a stack of matrices of at most {MAX_EXPERTS} experts"
         )
     return tensor.shape[0]
 

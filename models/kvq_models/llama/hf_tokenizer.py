@@ -111,13 +111,13 @@ def _put_first(tokenizer: Any, settings: Mapping[str, Any]) -> None:
 
 
 def _check_longest(tokenizer: Any, directory: Path) -> None:
-    """Raise CheckpointError if the tokenizer's longest text is no number: transformers compares
+    """Raise CheckpointError if the tokenizer's longest text is not a number: transformers compares
     lengths with it, whatever its type."""
     longest = getattr(tokenizer, "model_max_length", None)
     if longest is not None and (isinstance(longest, bool) or not isinstance(longest, int | float)):
         raise CheckpointError(
-            f"the tokenizer in {str(directory)!r} has model_max_length={longest!r}, which is no"
-            " number"
+            f"the tokenizer in {str(directory)!r} has model_max_length={longest!r}, which is"
+            " not a number"
         )
 
 

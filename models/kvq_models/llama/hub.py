@@ -31,7 +31,7 @@ def local_directory(path_or_hub_id: str | os.PathLike[str], part: Part) -> Path:
     if not isinstance(path_or_hub_id, str) or not _HUB_ID.fullmatch(path_or_hub_id):
         nearest = hint(str(path), NAMES)
         raise CheckpointError(
-            f"{str(path)!r} does not exist, and is no Hub id (organisation/name)"
+            f"{str(path)!r} does not exist, and is not a Hub id (organisation/name)"
             + (f".{nearest}" if nearest else "")
         )
     from huggingface_hub import snapshot_download  # imported late: only Hub ids need it

@@ -98,7 +98,7 @@ QUANTIZATION = [
     (packed_group(num_bits=3), "num_bits='3'"),
     (packed_group() | {"transform_config": {"config_groups": {"R1": {}}}}, "transform_config"),
     (packed_group() | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
-    (packed_group() | {"ignore": ["re:("]}, "'re:(', which is no regular expression"),
+    (packed_group() | {"ignore": ["re:("]}, "'re:(', which is not a regular expression"),
     (["gptq"], "no quant_method"),
 ]
 UNSUPPORTED += [({"quantization_config": fields}, message) for fields, message in QUANTIZATION]

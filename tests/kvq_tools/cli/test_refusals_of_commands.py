@@ -62,7 +62,7 @@ REFUSED = [
     ("generate {model} --cahce=kivi", "has no option --cahce. Did you mean --cache?"),
     ("memory {model} --cache kivy", "Did you mean kivi?"),
     ("memory {model} --cache KIVI", "Did you mean kivi?"),
-    ("memory SmolLM --cache kivi", "is no Hub id (organisation/name). Did you mean smollm2?"),
+    ("memory SmolLM --cache kivi", "is not a Hub id (organisation/name). Did you mean smollm2?"),
     ("memory embeded --cache kivi", "Did you mean embedded?"),
     ("memory {tmp}/pipe --cache kivi", "is not a directory with config.json and safetensors"),
     ("memory {model} --cache dense --budget 2.5", "'2.5' is not a size; write 24GiB"),

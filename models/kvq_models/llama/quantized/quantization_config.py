@@ -210,8 +210,8 @@ def _left_out(fields: Mapping[str, Any]) -> tuple[str, ...]:
                 re.compile(pattern[3:])
             except re.error as error:
                 raise NotImplementedError(
-                    f"config field quantization_config leaves out {pattern!r}, which is no regular"
-                    f" expression: {error}"
+                    f"config field quantization_config leaves out {pattern!r}, which is not a"
+                    f" regular expression: {error}"
                 ) from error
     return (*stated, *dynamic)
 
