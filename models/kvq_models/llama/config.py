@@ -28,7 +28,7 @@ from kvq_models.llama.layer_kinds import (
 from kvq_models.llama.quantized.kv_scales import KVScales, brings_kv_scales
 from kvq_models.llama.rope_config import (
     RopeConfig,
-    check_factors,
+    check_rotation,
     rope_from_hf,
     rope_to_hf,
 )
@@ -129,9 +129,8 @@ class LlamaConfig:
                 f"config field head_dim={self.head_dim} must be even: RoPE rotates pairs of"
                 " channels"
             )
-        if self.rope.rope_type == "dynamic" and self.head_dim == 2:
-            raise ValueError("config field head_dim=2 is too small for rope_type='dynamic'")
-        check_factors(self.rope, self.head_dim)
+        for rope in filter(None, (self.rope, self.local_rope)):
+            check_rotation(rope, self.head_dim)
         check_positive("rms_norm_eps", self.rms_norm_eps)
         for name in (*families.MULTIPLIERS, "attention_soft_cap", "logits_soft_cap"):
             if getattr(self, name) is not None:

@@ -4,7 +4,7 @@
 
     default   w
     linear    w / factor
-    dynamic   w with theta' = theta * (factor * S / P - (factor - 1))^(H / (H - 2)),  S =
+    dynamic   w with theta' = theta * (factor * S / P - (factor - 1))^(R / (R - 2)),  S =
               max(capacity, P),  P = max_position_embeddings
     llama3    w / factor for wavelengths above P0 / low_freq_factor, w below P0 / high_freq_factor,
               a linear blend in between

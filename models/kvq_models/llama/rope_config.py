@@ -96,11 +96,11 @@ class RopeConfig:
         for name in ("mscale", "mscale_all_dim"):
             if getattr(self, name):  # 0 means none
                 check_positive(name, getattr(self, name))
-        if self.original_max_position_embeddings < 1:
+        if self.original_max_position_embeddings < 2:  # longrope divides by its logarithm
             raise ValueError(
                 "config field"
                 f" original_max_position_embeddings={self.original_max_position_embeddings} must be"
-                " positive"
+                " at least 2"
             )
         if self.low_freq_factor >= self.high_freq_factor:
             raise ValueError(
@@ -114,14 +114,20 @@ def rotary_dim(rope: RopeConfig, head_dim: int) -> int:
     return int(head_dim * rope.partial_rotary_factor) // 2 * 2
 
 
-def check_factors(rope: RopeConfig, head_dim: int) -> None:
-    """Raise ValueError if no channel rotates, or if longrope has another number of factors than
-    pairs of channels that do."""
+def check_rotation(rope: RopeConfig, head_dim: int) -> None:
+    """Raise ValueError if no channel rotates, if too few do for dynamic, or if longrope has another
+    number of factors than pairs of channels that do."""
     pairs = rotary_dim(rope, head_dim) // 2
     if not pairs:
         raise ValueError(
             f"config field partial_rotary_factor={rope.partial_rotary_factor} leaves no pair of the"
             f" {head_dim} channels to rotate"
+        )
+    if rope.rope_type == "dynamic" and pairs == 1:  # the exponent of its base is R / (R - 2)
+        partial = rope.partial_rotary_factor
+        stated = "" if partial == 1 else f"partial_rotary_factor={partial} of "
+        raise ValueError(
+            f"config field {stated}head_dim={head_dim} is too small for rope_type='dynamic'"
         )
     for name in ("short_factor", "long_factor"):
         count = len(getattr(rope, name))
@@ -209,19 +215,14 @@ def _original_max_positions(hf: Mapping[str, Any], fields: Mapping[str, Any]) ->
         int,
         required(hf, "max_position_embeddings", int),
     )
-    original = optional(hf, "original_max_position_embeddings", int, inner)
-    if original < 1:
-        raise ValueError(
-            f"config field original_max_position_embeddings={original} must be positive"
-        )
-    return original
+    return optional(hf, "original_max_position_embeddings", int, inner)
 
 
 def _extended(hf: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields that YaRN and LongRoPE share. A missing `factor` is the ratio of the two
     context lengths."""
     original = _original_max_positions(hf, fields)
-    ratio = required(hf, "max_position_embeddings", int) / original
+    ratio = required(hf, "max_position_embeddings", int) / max(original, 1)
     return {
         "original_max_position_embeddings": original,
         "factor": optional(fields, "factor", float, ratio),

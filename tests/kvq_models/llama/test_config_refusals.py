@@ -26,6 +26,12 @@ def with_phi(**scaling: Any) -> dict[str, Any]:
     return PHI4_MINI | {"rope_scaling": PHI4_MINI["rope_scaling"] | scaling}
 
 
+def local_rope(**fields: Any) -> dict[str, Any]:
+    """RoPE of windowed layers, beside a plain one of the others."""
+    return {"rope_parameters": {"full_attention": {}, "sliding_attention": fields}}
+
+
+ONE_FACTOR = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}
 UNSUPPORTED = [
     ({"model_type": "gpt2"}, "model_type='gpt2'"),
     ({"model_type": "llama4_text"}, "'llama4_text' is not supported (attention in chunks"),
@@ -65,6 +71,16 @@ MALFORMED = [
     (with_rope(type="dynamic", factor=2.0) | {"head_dim": 2}, "=2 is too small for rope_type="),
     (GEMMA3_270M | {"layer_types": ["full_attention"]}, "1 entries for 18 layers"),
     (PHI4_MINI | {"partial_rotary_factor": 1.5}, "partial_rotary_factor=1.5"),
+    (
+        with_phi(type="dynamic", factor=2.0) | {"partial_rotary_factor": 0.02},
+        "=128 is too small for",
+    ),
+    (PHI4_MINI | {"original_max_position_embeddings": 1}, "_embeddings=1 must be at least 2"),
+    (
+        GEMMA3_270M | local_rope(rope_type="dynamic", factor=2.0) | {"head_dim": 2},
+        "=2 is too small",
+    ),
+    (GEMMA3_270M | local_rope(**ONE_FACTOR), "short_factor has 1 entries for 128 pairs"),
     (with_phi(long_factor=ABSENT), "long_factor is missing"),
     (with_phi(long_factor=[2.0] * 64), "long_factor has 64 entries for 48 pairs"),
     (GPT_OSS_20B | {"swiglu_limit": 0.0}, "swiglu_limit=0.0"),
