@@ -89,6 +89,13 @@ MALFORMED = [
     (QWEN3_MOE | {"num_experts": 2048}, "num_experts=2048 must be at most 1024"),
     (QWEN3_MOE | {"moe_intermediate_size": 0}, "moe_intermediate_size=0 must be at least 1"),
 ]
+
+
+def with_targets(*targets: str) -> dict[str, Any]:
+    groups = packed_group()["config_groups"]
+    return packed_group() | {"config_groups": {"g": groups["group_0"] | {"targets": targets}}}
+
+
 QUANTIZATION = [
     ({"quant_method": "aqlm"}, "quant_method='aqlm', which is not supported; supported: unq"),
     ({"quant_method": "hqq", "bits": 4}, "has quant_method='hqq', bits='4', which is not"),
@@ -114,7 +121,11 @@ QUANTIZATION = [
     (packed_group(num_bits=3), "num_bits='3'"),
     (packed_group() | {"transform_config": {"config_groups": {"R1": {}}}}, "transform_config"),
     (packed_group() | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
-    (packed_group() | {"ignore": ["re:("]}, "'re:(', which is not a regular expression"),
+    (packed_group() | {"ignore": ["re:("]}, "'re:(' in ignore, which is not a regular expression"),
+    (GPTQ | {"dynamic": {"-:*.q": {}}}, "'re:*.q' in dynamic, which is not a regular expression"),
+    (with_targets("re:*.proj"), "'re:*.proj' in targets, which is not a regular expr"),
+    (packed_group() | {"ignore": ["re:a{9999999999}"]}, "in ignore, which is not a regular"),
+    (packed_group() | {"ignore": [f"re:{'(' * 9999}"]}, "in ignore, which is not a regular"),
     (["gptq"], "no quant_method"),
 ]
 UNSUPPORTED += [({"quantization_config": fields}, message) for fields, message in QUANTIZATION]

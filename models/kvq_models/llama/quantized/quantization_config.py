@@ -158,7 +158,7 @@ def _compressed_tensors(fields: Mapping[str, Any]) -> Quantization:
         raise _setting(fields, "config_groups", "an object of groups")
     for group in groups.values():
         if group.get("weights") is not None:
-            targets = _strings(group, "targets") or _EVERY_LINEAR
+            targets = _patterns(group, "targets") or _EVERY_LINEAR
             layouts.append((targets, _scheme(fields, group)))
     if not groups and fields.get("format") not in ("dense", None):
         raise _refusal(fields, "config_groups with the weights of its format")
@@ -202,18 +202,26 @@ def _left_out(fields: Mapping[str, Any]) -> tuple[str, ...]:
         "exclude_modules",
         "llm_int8_skip_modules",
     )
-    stated = [module for name in names for module in _strings(fields, name)]
-    dynamic = [f"re:{key.removeprefix('-:')}" for key in _strings(fields, "dynamic")]
-    for pattern in (*stated, *dynamic):
+    stated = [module for name in names for module in _patterns(fields, name)]
+    return (*stated, *_patterns(fields, "dynamic"))
+
+
+def _patterns(fields: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    """Return the modules that a field names, as `_names` takes them. Raise NotImplementedError for
+    a regular expression that is none."""
+    patterns = _strings(fields, name)
+    if name == "dynamic":  # whose keys are regular expressions
+        patterns = tuple(f"re:{key.removeprefix('-:')}" for key in patterns)
+    for pattern in patterns:
         if pattern.startswith("re:"):
             try:
                 re.compile(pattern[3:])
-            except re.error as error:
+            except (re.error, OverflowError, RecursionError) as error:
                 raise NotImplementedError(
-                    f"config field quantization_config leaves out {pattern!r}, which is not a"
-                    f" regular expression: {error}"
+                    f"config field quantization_config has {pattern!r:.60} in {name}, which is not"
+                    f" a regular expression: {error}"
                 ) from error
-    return (*stated, *dynamic)
+    return patterns
 
 
 def _strings(fields: Mapping[str, Any], name: str) -> tuple[str, ...]:
