@@ -69,6 +69,8 @@ def _windowed_layers(
     hf: Mapping[str, Any], family: Family, layers: int, has_window: bool
 ) -> tuple[int, ...]:
     kinds = optional(hf, "layer_types", list, None)
+    if kinds is not None and len(kinds) != layers:
+        raise ValueError(f"config field layer_types has {len(kinds)} entries for {layers} layers")
     if hf["model_type"] == "granitemoehybrid":
         _check_attending(kinds)
         return ()
@@ -81,17 +83,16 @@ def _windowed_layers(
     if hf["model_type"] in WINDOWED_THROUGHOUT and has_window:
         return tuple(range(layers))
     if kinds is not None:
-        if len(kinds) != layers and family.full_layer_step is not None:
-            raise ValueError(
-                f"config field layer_types has {len(kinds)} entries for {layers} layers"
-            )
         return tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
     if family.full_layer_step is not None:
         step = optional(hf, "sliding_window_pattern", int, family.full_layer_step)
         check_positive("sliding_window_pattern", step)
         return tuple(i for i in range(layers) if (i + 1) % step)
     if optional(hf, "use_sliding_window", bool, False):
-        return tuple(range(optional(hf, "max_window_layers", int, 28), layers))
+        first = optional(hf, "max_window_layers", int, 28)
+        if first < 0:
+            raise ValueError(f"config field max_window_layers={first} must be at least 0")
+        return tuple(range(first, layers))
     return ()
 
 

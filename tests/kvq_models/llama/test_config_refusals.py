@@ -15,6 +15,7 @@ LLAMA = SIZES | {"model_type": "llama"}
 MIXTRAL, QWEN3_MOE = (
     {"model_type": name} | CASES[name].fields for name in ("mixtral", "qwen3_moe")
 )
+QWEN2 = {"model_type": "qwen2"} | CASES["qwen2_window"].fields
 ABSENT = object()  # the value of a field that is left out
 
 
@@ -70,6 +71,9 @@ MALFORMED = [
     (with_rope(**YARN | {"attention_factor": 0.0}), "attention_factor=0.0 must be above 0"),
     (with_rope(type="dynamic", factor=2.0) | {"head_dim": 2}, "=2 is too small for rope_type="),
     (GEMMA3_270M | {"layer_types": ["full_attention"]}, "1 entries for 18 layers"),
+    ({"layer_types": ["full_attention"] * 3}, "layer_types has 3 entries for 2 layers"),
+    (QWEN2 | {"layer_types": ["sliding_attention"]}, "layer_types has 1 entries for 2 layers"),
+    (QWEN2 | {"max_window_layers": -2}, "max_window_layers=-2 must be at least 0"),
     (PHI4_MINI | {"partial_rotary_factor": 1.5}, "partial_rotary_factor=1.5"),
     (
         with_phi(type="dynamic", factor=2.0) | {"partial_rotary_factor": 0.02},
