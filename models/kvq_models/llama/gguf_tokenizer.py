@@ -100,7 +100,8 @@ def core_of(fields: Fields) -> Any:
     _check_all_known(fields)
     tokens = _strings(fields, "tokens")
     core = _byte_level(fields, tokens) if kind == "gpt2" else _sentence_piece(fields, tokens)
-    kinds = fields.get("tokenizer.ggml.token_type", [1] * len(tokens))
+    kinds = fields.get("tokenizer.ggml.token_type")
+    kinds = [1] * len(tokens) if kinds is None else kinds
     if not isinstance(kinds, list):
         raise ValueError(
             f"GGUF field tokenizer.ggml.token_type={str(kinds)[:40]!r} must be a list with an entry"
