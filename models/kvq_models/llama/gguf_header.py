@@ -1,5 +1,6 @@
 """The header of a GGUF file: metadata and the list of tensors. Values are decoded when they are
-read, so opening a file costs milliseconds, whatever its vocabulary.
+read, so opening a file costs milliseconds, whatever its vocabulary, once the gguf library, which
+knows the sizes of blocks, is imported. A file that is cut off anywhere is refused then.
 
     magic, version, number of tensors, number of fields
     fields      name, type, value; an array is a type, a length and its values
@@ -95,6 +96,8 @@ class GgufHeader:
         self._read_tensors(tensors, at)
 
     def _read_tensors(self, count: int, at: int) -> None:
+        from gguf import GGML_QUANT_SIZES  # imported late: only GGUF files need it
+
         headers = []
         for _ in range(count):
             name, at = self._text(at)
@@ -117,6 +120,14 @@ class GgufHeader:
         for name, shape, kind, offset in headers:
             if name in self.tensors:
                 raise CheckpointError(f"{str(self.path)!r} holds tensor {name!r} twice")
+            # a type that the library does not know is refused when the tensor is read
+            per_block, size = GGML_QUANT_SIZES.get(kind, (1, 0))
+            end = data + offset + math.prod(shape) // per_block * size
+            if end > len(self._buffer):
+                raise CheckpointError(
+                    f"{str(self.path)!r} is cut off: tensor {name!r} ends at byte {end} of"
+                    f" {len(self._buffer)}; download the file again"
+                )
             self.tensors[name] = GgufTensor(
                 self.path, self._buffer, name, shape, kind, data + offset
             )
@@ -239,7 +250,7 @@ _BLOCKS = 4096  # dequantized at a time: what stays in a processor's cache
 def blocks_of(tensor: GgufTensor) -> np.ndarray:
     """Return the bytes of a tensor's blocks, [..., blocks of a row, bytes].
 
-    Raises ValueError for a tensor that ends beyond its file, or whose type is unknown.
+    Raises ValueError for a tensor whose type is unknown, or whose rows end within a block.
     """
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
@@ -251,8 +262,6 @@ def blocks_of(tensor: GgufTensor) -> np.ndarray:
         )
     length = count // per_block * size
     start = tensor.start + tensor.part * length
-    if start + length > len(tensor.buffer):
-        raise ValueError(f"it ends at byte {start + length} of {len(tensor.buffer)}")
     data = np.frombuffer(tensor.buffer, np.uint8, length, start)
     return data.reshape(*tensor.shape[:-1], -1, size)
 

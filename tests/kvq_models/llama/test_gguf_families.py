@@ -3,6 +3,7 @@ tensors, order of rows, factors, norms, layers without RoPE, experts in one tens
 
 import dataclasses
 import pathlib
+import struct
 from typing import Any
 
 import jax
@@ -251,8 +252,12 @@ def test_a_stacked_tensor_that_is_cut_off_or_no_stack_ends_in_one_line(tmp_path:
     _, path = written("mixtral", tmp_path)
     data, name = path.read_bytes(), b"blk.0.ffn_down_exps.weight"
     at = data.index(name) + len(name) + 4
-    for count, message in ((2**40, "of at most 1024 experts"), (6, "experts.5.w2.weight")):
-        path.write_bytes(data[: at + 16] + count.to_bytes(8, "little") + data[at + 24 :])
+    for sizes, message in (
+        ((1, 1, 2048), "of at most 1024 experts"),
+        ((96, 64, 2**40), "is cut off: tensor 'blk.0.ffn_down_exps.weight' ends at"),
+        ((96, 64, 6), "experts.5.w2.weight"),
+    ):
+        path.write_bytes(data[:at] + struct.pack("<3Q", *sizes) + data[at + 24 :])
         assert message in refusal(path)
     path.write_bytes(data[:-64])
     assert str(path) in refusal(path)
@@ -266,7 +271,7 @@ def test_norms_of_another_family_have_no_place(tmp_path: pathlib.Path):
     renamed = path.read_bytes().replace(
         len(olmo2).to_bytes(8, "little") + olmo2, len(llama).to_bytes(8, "little") + llama
     )
-    path.write_bytes(renamed)
+    path.write_bytes(renamed + bytes(64))  # the data of shorter names may begin earlier
     assert "'blk.0.ffn_norm.weight', for which" in refusal(path)
 
 

@@ -223,6 +223,15 @@ def test_a_damaged_header_ends_in_one_line(change: Any, message: str, write):
     assert re.search(message, refused(lambda: load_llama(path)))
 
 
+def test_a_file_that_is_cut_off_in_its_tensors_is_not_opened(write):
+    """Such as an interrupted download."""
+    path = write()
+    path.write_bytes(path.read_bytes()[:-4])
+    assert "is cut off: tensor 'output_norm.weight' ends at byte" in refused(
+        lambda: open_checkpoint(path)
+    )
+
+
 def test_a_tensor_without_axes_is_named(tmp_path: pathlib.Path):
     writer = gguf.GGUFWriter(path := tmp_path / "m.gguf", "llama")
     writer.add_tensor("token_embd.weight", np.zeros((), np.float32))
