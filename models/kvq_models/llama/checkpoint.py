@@ -2,8 +2,9 @@
 code from the checkpoint.
 
 Loading checks every name, shape and type from the files' headers first, then reads tensor by
-tensor: the host's peak is the model itself plus two copies of its largest tensor. Every problem is
-one line that names the file, tensor or field.
+tensor: the host's peak is the model itself plus about three copies of its largest weight (all
+experts of a projection are one), because one weight is placed while the next one is read. Every
+problem is one line that names the file, tensor or field.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import functools
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -270,7 +271,20 @@ def _whole(checkpoint: Checkpoint, weight: hf_names.Weight) -> np.ndarray | jax.
     """Return a weight as it is stored, the tensors of all experts in one array."""
     if "*" not in weight.name:
         return checkpoint.read(weight.name)
-    return np.stack([np.asarray(checkpoint.read(name)) for name in weight.stored_names])
+    return _stacked(map(checkpoint.read, weight.stored_names), weight.spec.shape[0])
+
+
+def _stacked(tensors: Iterable[np.ndarray | jax.Array], count: int) -> np.ndarray:
+    """Return `count` tensors of one shape in one array, without holding all of them twice."""
+    whole: np.ndarray | None = None
+    for i, tensor in enumerate(map(np.asarray, tensors)):
+        if whole is None:
+            whole = np.empty((count, *tensor.shape), tensor.dtype)
+        elif tensor.dtype != whole.dtype:
+            whole = whole.astype(np.promote_types(whole.dtype, tensor.dtype))
+        whole[i] = tensor
+    assert whole is not None
+    return whole
 
 
 def _cast(
@@ -294,7 +308,7 @@ def _reader(
 
     def read(index: tuple[slice, ...]) -> np.ndarray:
         names = weight.stored_names[index[0]]
-        return np.stack([checkpoint.parts(name)(index[1:]) for name in names])
+        return _stacked((checkpoint.parts(name)(index[1:]) for name in names), len(names))
 
     return read
 

@@ -4,6 +4,7 @@ names the file or the tensor."""
 import dataclasses
 import json
 import pathlib
+import tracemalloc
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from kvq_models.llama import hf_names
-from kvq_models.llama.checkpoint import load_llama, read_config, save_llama
+from kvq_models.llama import checkpoint, hf_names
+from kvq_models.llama.checkpoint import load_llama, open_checkpoint, read_config, save_llama
 from kvq_models.llama.model import Llama, abstract_llama
 from kvq_models.llama.tensor_names import EMBED_NAME, HEAD_NAME
 from tests.kvq_models.checkpoints import LONGROPE, STORIES, random_llama, tiny_config
@@ -205,3 +206,22 @@ def test_a_sentencepiece_tokenizer_alone_is_read(saved, tmp_path):
     assert load_llama(saved)[1](text).input_ids == [model.bos_id(), *ids]
     (saved / "tokenizer_config.json").write_text('{"add_bos_token": false}')
     assert load_llama(saved)[1](text).input_ids == ids
+
+
+def test_experts_are_read_without_a_second_copy_of_all(tmp_path: pathlib.Path):
+    """Also of files of several types, whose values all stay as they are."""
+    counts = {"num_local_experts": 16, "num_experts_per_tok": 2, "num_hidden_layers": 1}
+    llama = random_llama(tiny_config("mixtral", sliding_window=None, **counts))
+    save_llama(llama, tmp_path)
+    weights = hf_names.weights(llama).values()
+    weight = next(weight for weight in weights if weight.name.endswith("experts.*.w2.weight"))
+    files = open_checkpoint(tmp_path)
+    files.read(weight.stored_names[0])  # with what the library keeps
+    tracemalloc.start()
+    whole = checkpoint._whole(files, weight)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1.5 * whole.nbytes
+    assert np.array_equal(np.swapaxes(whole, -1, -2), weight.leaf)
+    mixed = checkpoint._stacked([np.ones(1, np.float16), np.full(1, 0.1, np.float32)], 2)
+    assert mixed[1, 0] == np.float32(0.1)
