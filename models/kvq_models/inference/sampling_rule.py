@@ -31,6 +31,7 @@ def check_choice(name: str, value: Any) -> None:
     """Raise ValueError, in one line, if a field of `Sampling` cannot have this value: it is out of
     range or not a number."""
     plain, (in_range, told) = _PLAIN[name], _RANGES[name]
+    number: Any
     try:
         # float reads texts, and a bool is an index
         number = None if isinstance(value, bool | str) else plain(value)
@@ -40,7 +41,7 @@ def check_choice(name: str, value: Any) -> None:
         number = None
     if number is None:
         told = "an integer" if plain is operator.index else "a number"
-    if number is None or not in_range(value):
+    if number is None or not in_range(number):
         raise ValueError(f"{name}={reprlib.repr(value)} must be {told}")
 
 
