@@ -38,6 +38,7 @@ class Accepted:
     tokens: list[int] = dataclasses.field(default_factory=list)  # all drawn tokens
     drawn_logprobs: list[float] = dataclasses.field(default_factory=list)  # one for each
     attempts: int = 1
+    damaged_in: int | None = None  # the slot of the last attempt, whose memory was damaged
     # tokens that were sent before it began again, with their log-probabilities
     replayed: tuple[tuple[int, float], ...] = ()
     logprobs: list[float] = dataclasses.field(default_factory=list)
@@ -101,11 +102,12 @@ class Accepted:
         """The number of tokens in the cache: the newest one is not there yet."""
         return self.read + max(0, self.drawn - 1)
 
-    def begin_again(self) -> None:
-        """Forget everything that depends on the cache. The tokens come again, the same ones."""
+    def begin_again(self, damaged_in: int) -> None:
+        """Forget everything that depends on the cache, which was damaged in this slot. The tokens
+        come again, the same ones."""
         if len(self.tokens) > len(self.replayed):
             self.replayed = tuple(zip(self.tokens, self.drawn_logprobs, strict=True))
-        self.attempts, self.penalty = self.attempts + 1, 0.0
+        self.attempts, self.damaged_in, self.penalty = self.attempts + 1, damaged_in, 0.0
         self.read = self.stored = self.drawn = self.last = 0
         for of_cache in (self.tokens, self.drawn_logprobs, self.logprobs, self.likely):
             of_cache.clear()
@@ -137,4 +139,4 @@ class Counts:
     prefix_lookups: int = 0  # prompts looked up in the store of prefixes
     prefix_hits: int = 0  # of these, prompts with at least the first chunk in it
     prefix_tokens: int = 0  # tokens that came from the store instead of being read
-    damaged: int = 0  # sequences whose memory was damaged, and which began again
+    damaged: int = 0  # how often memory of a request, or of an empty row, was damaged

@@ -34,7 +34,7 @@ from kvq_models.inference.decoding import implementations
 from kvq_models.inference.engine import programs
 from kvq_models.inference.engine.accepted import Accepted, Counts
 from kvq_models.inference.engine.compiling import IDLE_SECONDS, Compiler, compile_at_once
-from kvq_models.inference.engine.limits import QUEUE_LIMIT
+from kvq_models.inference.engine.limits import MAX_ATTEMPTS, QUEUE_LIMIT
 from kvq_models.inference.engine.prefix_rows import PrefixRows
 from kvq_models.inference.engine.prefixes import PrefixStore
 from kvq_models.inference.engine.reading import chunk_of, kinds_of, read_chunk
@@ -42,7 +42,6 @@ from kvq_models.inference.engine.requests import (
     Ended,
     Event,
     QueueFullError,
-    Reason,
     Request,
     Ticket,
 )
@@ -100,10 +99,9 @@ class Engine:
                 f" 1 to {programs.STEPS} steps: {queue_limit=}, {widths=}, {steps=}"
             )
         if placement is not None and (prefixes is not None or placement.size("rows") > 1):
-            kept = "" if prefixes is None else " and a store of prefixes"
+            given = f"{placement}{'' if prefixes is None else ' and a store of prefixes'}"
             raise ValueError(
-                "slots on a mesh split heads and tokens and keep no prefixes: got"
-                f" {placement}{kept}"
+                f"slots on a mesh split heads and tokens and keep no prefixes: got {given}"
             )
         self.llama, self._model, self.queue_limit = llama, FlatLlama(llama), queue_limit
         self.implementation: Implementation = implementation
@@ -149,10 +147,10 @@ class Engine:
         return nbytes(self.cache) + nbytes(self._row)
 
     def live_tokens(self) -> int:
-        """Return the number of tokens that the cache holds for requests, to any thread: the queue,
-        which may change meanwhile, has none in it."""
-        running = *self._slots, (self._reading or (0, None))[1]
-        return sum(one.tokens_held for one in running if one is not None)
+        """Return the number of tokens that the cache holds for running requests. Any thread may
+        call it. Queued requests hold none."""
+        running = *self._slots, self._reading and self._reading[1]
+        return sum(accepted.tokens_held for accepted in running if accepted is not None)
 
     def warm_up(self, *, wait: bool = True) -> None:
         """Compile every program except those that score prompts, which are compiled beside other
@@ -237,7 +235,7 @@ class Engine:
         events: list[Event] = []
         self._drop_cancelled(events)
         if self._sweep is not None:
-            self._renew_damaged(self._sweep)
+            self._renew_damaged(self._sweep, events)
         self._read_chunk(events)
         self._step(events)
         return events
@@ -245,28 +243,34 @@ class Engine:
     def _drop_cancelled(self, events: list[Event]) -> None:
         for accepted in [accepted for accepted in self._queue if accepted.cancelled]:
             self._queue.remove(accepted)
-            self._end(accepted, "cancelled", events)
+            events.append(Ended(accepted.ticket, "cancelled"))
         for slot, accepted in enumerate(self._slots):
             if accepted is not None and accepted.cancelled:
                 self._slots[slot] = None
-                self._end(accepted, "cancelled", events)
+                events.append(Ended(accepted.ticket, "cancelled"))
         if self._reading and self._reading[1].cancelled:
-            self._end(self._stop_reading(*self._reading), "cancelled", events)
+            events.append(Ended(self._stop_reading(*self._reading).ticket, "cancelled"))
 
-    def _renew_damaged(self, sweep: Sweep) -> None:
+    def _renew_damaged(self, sweep: Sweep, events: list[Event]) -> None:
         """Let requests whose memory was damaged begin again, before the others in the queue."""
         for slot in sweep.damaged(self.cache, self._slots):
             accepted, self._slots[slot] = self._slots[slot], None
             if accepted is not None:
-                self._renew(accepted)
+                self._renew(accepted, slot, events)
         if self._reading is not None and sweep.row_damaged(self._row, self._reading[1]):
-            self._renew(self._stop_reading(*self._reading))
+            slot = self._reading[0]
+            self._renew(self._stop_reading(*self._reading), slot, events)
 
-    def _renew(self, accepted: Accepted) -> None:
-        _log.error("memory of a request was damaged; it is computed again")
+    def _renew(self, accepted: Accepted, slot: int, events: list[Event]) -> None:
+        """Compute a request again, or end it at its last attempt: broken memory lasts."""
+        again = accepted.attempts < MAX_ATTEMPTS
         self.counts.damaged += 1
-        accepted.begin_again()
-        self._queue.appendleft(accepted)
+        _log.error("memory of a request was damaged; it %s", "begins again" if again else "ends")
+        if again:
+            accepted.begin_again(slot)
+            self._queue.appendleft(accepted)
+        else:
+            events.append(Ended(accepted.ticket, "damaged"))
 
     def _stop_reading(self, slot: int, accepted: Accepted) -> Accepted:
         """Put the half-read row into the slot, which stays vacant. An empty row comes back."""
@@ -282,7 +286,7 @@ class Engine:
             if ready is None:
                 return
             self._queue.remove(ready)
-            self._reading = vacant[0], ready
+            self._reading = min(vacant, key=lambda slot: slot == ready.damaged_in), ready
             logits = self._begin_reading(ready)
         slot, accepted = self._reading
         if accepted.read < len(accepted.request.prompt):
@@ -313,7 +317,7 @@ class Engine:
         if finite and not accepted.replayed:
             events.append(accepted.prompt_event())
         if not finite or accepted.request.max_new_tokens == 0:
-            self._end(accepted, "length" if finite else "not-finite", events)
+            events.append(Ended(accepted.ticket, "length" if finite else "not-finite"))
         elif self._continues(accepted, drawn, 0, events):
             self._slots[slot] = accepted
 
@@ -330,7 +334,7 @@ class Engine:
             except Exception:
                 _log.exception("a program for a prompt cannot be compiled")
                 self._queue.remove(accepted)
-                self._end(accepted, "failed", events)
+                events.append(Ended(accepted.ticket, "failed"))
         self._compiler.forget_failed()
         if self._queue and not ready and not any(self._slots):
             self._compiler.wait(IDLE_SECONDS)
@@ -390,10 +394,7 @@ class Engine:
             return True
         in_slot = accepted is self._slots[row] and reason in ("ended", "length")
         if self._sweep and in_slot and self._sweep.slot_damaged(self.cache, row, accepted):
-            self._renew(accepted)
+            self._renew(accepted, row, events)
         else:
-            self._end(accepted, reason, events)
+            events.append(Ended(accepted.ticket, reason))
         return False
-
-    def _end(self, accepted: Accepted, reason: Reason, events: list[Event]) -> None:
-        events.append(Ended(accepted.ticket, reason))

@@ -148,8 +148,8 @@ class Token:
 @dataclasses.dataclass(frozen=True)
 class Ended:
     """A request has ended, and its slot is vacant: by an end token, at its limit, by `cancel`, or
-    because the model computed nan or inf, its program cannot be compiled, or its cache was damaged
-    after tokens were sent."""
+    because the model computed nan or inf, its program cannot be compiled, or its cache was damaged:
+    at every attempt, or in a token that was sent."""
 
     ticket: Ticket
     reason: Reason

@@ -87,6 +87,47 @@ def test_a_row_that_is_damaged_between_its_chunks_is_read_again(engine: Engine, 
     assert texts(events)[ticket] == tokens
 
 
+def with_stuck_bit(engine: Engine, slot: int, calls: int = 200) -> list[Event]:
+    """Return the events of an engine that runs while a bit of a slot flips after every call."""
+    events: list[Event] = []
+    for _ in range(calls):
+        if engine.idle:
+            return events
+        events += engine.advance()
+        engine.cache = flip(engine.cache, "ring", slot)
+    pytest.fail(f"the engine is still at work after {calls} calls")
+
+
+def test_a_request_whose_memory_is_damaged_at_every_attempt_ends_and_makes_room(llama: Llama):
+    engine = engine_of(llama, slots=1, verify=True)
+    engine._sweep = Sweep(each=2, share=1.0)
+    ticket = engine.submit(ASKED)
+    events = with_stuck_bit(engine, 0)
+    assert events[-1] == Ended(ticket, "damaged")
+    assert engine.counts.damaged == 3
+    assert answer(engine, ASKED) == answer(engine_of(llama, slots=1), ASKED)
+
+
+def test_a_row_whose_memory_is_damaged_at_every_attempt_ends_its_request(llama: Llama):
+    engine = engine_of(llama, verify=True)  # without prefixes, which would be used again
+    ticket, events = engine.submit(ASKED), []
+    for _ in range(3):
+        events += engine.advance()  # the first of two chunks
+        engine._row = flip(engine._row, "ring", 0)
+    events += engine.advance()
+    assert events == [Ended(ticket, "damaged")]
+    assert engine.idle
+
+
+def test_a_damaged_request_begins_again_in_another_slot(engine: Engine, llama: Llama):
+    expected = [event[1:3] for event in answer(engine_of(llama), ASKED) if event[0] == "Token"]
+    ticket = engine.submit(ASKED)
+    events = with_stuck_bit(engine, 0)
+    assert events[-1] == Ended(ticket, "length")
+    assert texts(events)[ticket] == expected
+    assert engine.counts.damaged == 1
+
+
 def test_an_answer_that_was_sent_from_damaged_memory_ends_with_an_error(engine: Engine):
     ticket = engine.submit(ASKED)
     for _ in range(6):
