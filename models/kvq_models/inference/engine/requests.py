@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+import operator
+import reprlib
 from typing import Literal, TypeAlias
 
+import numpy as np
+
+from kvq_jax.types.integers import INT32, integer
 from kvq_models.inference.row_sampling import MAX_ALTERNATIVES
 from kvq_models.inference.sampling import Sampling
 
 MAX_SEED = 2**32 - 1
+MAX_FLOAT32 = float(np.finfo(np.float32).max)  # what is larger becomes inf
 MAX_BIASED = 300  # tokens with a bias
 
 Ticket: TypeAlias = int  # names an accepted request
@@ -60,15 +65,16 @@ class Request:
         return bool(self.bias or self.frequency_penalty or self.presence_penalty)
 
     def check(self, vocab_size: int, capacity: int) -> None:
-        """Raise ValueError, in one line, if the request does not fit the model or a cache of
-        this capacity."""
+        """Raise ValueError, in one line, if the request does not fit the model, a cache of this
+        capacity, or the arrays of a step, which all requests share."""
         self.sampling.check()
         if not self.prompt:
             raise ValueError("the prompt is empty; give at least one token")
+        self._check_integers()
         need = len(self.prompt) + self.max_new_tokens
         if need > capacity:
             raise CapacityError(len(self.prompt), self.max_new_tokens, capacity)
-        for biased, tokens in ((False, self.prompt), (True, [token for token, _ in self.bias])):
+        for biased, tokens in ((False, self.prompt), (True, self._biased_tokens)):
             if outside := [token for token in tokens if not 0 <= token < vocab_size]:
                 raise VocabularyError(outside[0], vocab_size, biased)
         numbers = (
@@ -76,18 +82,35 @@ class Request:
             self.presence_penalty,
             *(value for _, value in self.bias),
         )
-        if len(self.bias) > MAX_BIASED or not all(map(math.isfinite, numbers)):
+        if len(self.bias) > MAX_BIASED or not all(abs(number) <= MAX_FLOAT32 for number in numbers):
             raise ValueError(
-                f"penalties and biases must be finite, and at most {MAX_BIASED} tokens biased"
+                f"penalties and biases must be finite, in float32 too, and at most {MAX_BIASED}"
+                " tokens biased"
             )
-        if self.max_new_tokens < 0:
-            raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 0")
-        if not 0 <= self.seed <= MAX_SEED:
-            raise ValueError(f"seed={self.seed} must be from 0 to {MAX_SEED}")
-        if not 0 <= self.alternatives <= MAX_ALTERNATIVES:
-            raise ValueError(
-                f"alternatives={self.alternatives} must be from 0 to {MAX_ALTERNATIVES}"
-            )
+        if any("\ud800" <= character <= "\udfff" for character in self.owner):
+            raise ValueError(f"owner={self.owner!r} must be a text that UTF-8 can encode")
+
+    @property
+    def _biased_tokens(self) -> list[int]:
+        return [token for token, _ in self.bias]
+
+    def _check_integers(self) -> None:
+        limits = {
+            "max_new_tokens": None,  # the capacity limits it
+            "seed": MAX_SEED,
+            "choice": int(INT32.max),
+            "alternatives": MAX_ALTERNATIVES,
+        }
+        for name, maximum in limits.items():
+            value = getattr(self, name)
+            number = integer(value, 0)
+            if number is None or (maximum is not None and number > maximum):
+                allowed = "of at least 0" if maximum is None else f"from 0 to {maximum}"
+                raise ValueError(f"{name}={reprlib.repr(value)} must be an integer {allowed}")
+        try:
+            list(map(operator.index, (*self.prompt, *self._biased_tokens)))
+        except TypeError:
+            raise ValueError("the tokens of prompt and bias must be integers") from None
 
 
 class CapacityError(ValueError):
