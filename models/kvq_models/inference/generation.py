@@ -174,13 +174,13 @@ def generate_stream(
     key: Array | None = None,
     implementation: Implementation = None,
 ) -> Iterator[Generated]:
-    """Generate in segments of a few tokens, yielding all tokens so far after each.
+    """Read prompts, and return an iterator over all tokens so far, which adds a few at each turn.
 
-    Takes the arguments of `generate`, raises as it does, and gives the same tokens. Each yielded
-    cache is consumed by the next segment: keep only the last one.
+    Takes the arguments of `generate`, raises as it does when it is called, and gives the same
+    tokens. Each cache is consumed by the next turn: keep only the last one.
     """
     settings = generation_settings(max_new_tokens, sampling, eos_ids, key, implementation)
-    yield from stream(llama, start(llama, cache, tokens, lengths, settings), settings)
+    return stream(llama, start(llama, cache, tokens, lengths, settings), settings)
 
 
 def stream(

@@ -152,6 +152,23 @@ def test_a_stream_has_the_same_tokens_in_growing_pieces(sampling):
     assert (pieces[-1] == np.asarray(whole.tokens)).all()
 
 
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens=0 must be an integer of at least 1"),
+        ({"max_new_tokens": 109}, "but the cache's capacity is 128"),
+        ({"sampling": Sampling(top_p=2)}, "top_p=2 must be in"),
+        ({"lengths": np.array([20, 0]), "max_new_tokens": 9}, "row 1 has an empty prompt"),
+    ],
+)
+def test_a_stream_refuses_what_generate_does_before_anything_is_asked_of_it(options, told):
+    cache = new_cache()
+    for write in (generate, generate_stream):
+        with pytest.raises(ValueError, match=told):
+            write(model(), cache, random_tokens((2, 20)), **options)
+    cache.lengths.block_until_ready()  # it was not consumed
+
+
 def test_samples_follow_the_filtered_distribution():
     logits = jnp.log(jnp.asarray([[0.5, 0.3, 0.15, 0.05]]))
     draw = jax.jit(
