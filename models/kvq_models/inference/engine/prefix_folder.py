@@ -86,9 +86,14 @@ class PrefixFolder:
 
     def refuse(self, key: bytes, reason: object) -> None:
         """Delete the file of a piece that cannot be used, with a warning."""
-        _log.warning("%s: %s; it is not used", self._path(key), reason)
-        with contextlib.suppress(OSError):
-            self._path(key).unlink()
+        path = self._path(key)
+        try:
+            path.unlink(missing_ok=True)
+            _log.warning("%s: %s; the file is deleted", path, reason)
+        except OSError as error:
+            _log.warning(
+                "%s: %s; it is not used and cannot be deleted (%s): delete it", path, reason, error
+            )
 
     def put(self, keys: Sequence[bytes], piece: RowPiece) -> None:
         """Schedule writing the piece of keys[-1], which continues the others. It is dropped if many
@@ -108,8 +113,6 @@ class PrefixFolder:
         self._writer.shutdown()
 
     def _write(self, keys: list[bytes], piece: RowPiece) -> None:
-        if self._path(keys[-1]).exists() or not all(self._path(key).exists() for key in keys[:-1]):
-            return
         tensors = {str(i): array for i, array in enumerate(piece.arrays)} | {LOGITS: piece.logits}
         header = {
             "format": FORMAT,
@@ -122,14 +125,17 @@ class PrefixFolder:
         now, age = time.time_ns(), len(keys) - 1
         try:
             self._create()
+            *before, path = map(self._path, keys)
+            if path.exists() or not all(map(Path.exists, before)):
+                return
             # before the new file exists: a killed writer leaves no beginning older than its end
             self._use_at(now, keys[:-1])
-            with replacing(self._path(keys[-1])) as unfinished:
+            with replacing(path) as unfinished:
                 unfinished.touch(0o600)  # prompts of clients
                 write_tensors(unfinished, tensors, header)
                 os.utime(unfinished, ns=(now - age, now - age))
             self._drop_oldest()
-        except OSError as error:
+        except (OSError, SafetensorError) as error:  # nobody else would see it: requests go on
             _log.warning("a prefix could not be written: %s", error)
 
     def _use_at(self, now: int, keys: Sequence[bytes]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 import pytest
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from kvq_jax.files.checksum import save_tensors
 from kvq_jax.files.whole import UNFINISHED
@@ -119,7 +119,7 @@ def take_the_place_of_another(path: pathlib.Path) -> None:
         take_the_place_of_another,
     ],
 )
-def test_a_damaged_file_is_not_used(
+def test_a_damaged_file_is_not_used_but_deleted(
     llama: Llama, folder: pathlib.Path, caplog: pytest.LogCaptureFixture, damage
 ):
     expected, _ = served(llama, folder)
@@ -131,8 +131,34 @@ def test_a_damaged_file_is_not_used(
     with caplog.at_level(logging.WARNING, logger="kvq.prefixes"):
         assert answers(engine, REQUESTS[:1]) == expected[:1]
     disk.close()
-    assert "it is not used" in caplog.text
+    assert "; the file is deleted" in caplog.text
     assert engine.counts.prefix_tokens == 0
+
+
+def test_a_warning_says_if_a_damaged_file_cannot_be_deleted(
+    folder: pathlib.Path, caplog: pytest.LogCaptureFixture
+):
+    disk = PrefixFolder(folder, PLENTY)
+    (folder / f"{b'a'.hex()}{SUFFIX}").mkdir()
+    assert disk.get(b"a") is None
+    (told,) = caplog.messages
+    assert "is no regular file; it is not used and cannot be deleted (" in told
+    assert "the file is deleted" not in told
+
+
+def test_a_file_that_safetensors_cannot_write_is_told_and_the_next_one_is_written(
+    folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def refuse(*args: object, **options: object) -> None:
+        raise SafetensorError("no such dtype")
+
+    disk = PrefixFolder(folder, PLENTY)
+    with monkeypatch.context() as patched:
+        patched.setattr("kvq_jax.files.checksum.save_file", refuse)
+        disk.put([b"a"], piece(0))
+        disk.close()
+    assert caplog.messages == ["a prefix could not be written: no such dtype"]
+    assert written(folder, PLENTY, [b"b"]) == {b"b"}
 
 
 def others(path: pathlib.Path) -> Iterator[pathlib.Path]:
