@@ -157,7 +157,7 @@ def _result(
         "tokens_per_second": speed,
         "slots": size.slots if size else None,
         "capacity": size.capacity if size else None,
-        "cache_bytes": size.nbytes if size else None,
+        "cache_bytes": size.cache_bytes if size else None,
         "out": options.out,
     }
 

@@ -7,6 +7,7 @@ import dataclasses
 from bisect import bisect_left
 from collections.abc import Callable
 
+import numpy as np
 from jax.typing import DTypeLike
 
 from kvq_jax.cache.accounting import nbytes
@@ -18,15 +19,17 @@ from kvq_models.llama.config import LlamaConfig
 
 @dataclasses.dataclass(frozen=True)
 class EngineSize:
-    """The size of an engine's caches.
+    """The size of an engine.
 
-    `nbytes` counts the slots' cache and the row in which prompts are read, exactly what `Engine`
-    allocates. It does not count weights and the working memory of a step.
+    `nbytes` counts exactly what `Engine` allocates: `cache_bytes` for the slots' cache and the row
+    in which prompts are read, and fp32 logits for each of their rows. It does not count weights and
+    the working memory of a step.
     """
 
     slots: int
     capacity: int
     nbytes: int
+    cache_bytes: int
 
 
 def engine_size(
@@ -46,8 +49,12 @@ def engine_size(
     do not fit the memory.
     """
 
-    def total(slots: int, capacity: int) -> int:
+    def caches(slots: int, capacity: int) -> int:
         return sum(nbytes(layout(spec, config, rows, capacity, dtype)) for rows in (slots, 1))
+
+    def total(slots: int, capacity: int) -> int:
+        logits = (slots + 1) * config.vocab_size * np.dtype(np.float32).itemsize
+        return caches(slots, capacity) + logits
 
     def fits(slots: int, capacity: int) -> bool:
         return memory is None or total(slots, capacity) <= memory
@@ -72,7 +79,7 @@ def engine_size(
                 f" prompts in, take {total(*asked)} bytes with {str(spec)!r}, and the memory has"
                 f" {memory} bytes: {fitting}"
             )
-    return EngineSize(*chosen, nbytes=total(*chosen))
+    return EngineSize(*chosen, nbytes=total(*chosen), cache_bytes=caches(*chosen))
 
 
 def _largest(fits: Callable[[int], bool], longest: int) -> int:

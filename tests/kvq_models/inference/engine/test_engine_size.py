@@ -1,6 +1,7 @@
 """Slots and capacity from a number of bytes: exactly the bytes that an engine allocates, and as
 many slots as fit."""
 
+import jax
 import pytest
 
 from kvq_models.inference.engine.engine import Engine
@@ -34,14 +35,15 @@ def test_as_many_tokens_as_fit(spec: str):
     )
 
 
-def test_the_bytes_are_those_that_an_engine_allocates():
+def test_the_bytes_are_those_of_all_arrays_that_an_engine_allocates():
     llama = random_llama(tiny_config(num_hidden_layers=1))
     for spec in ("kivi:bits=4", "innerq:bits=2"):
+        before = jax.live_arrays()  # kept, so that no new array has the id of an old one
         engine = Engine(llama, spec, slots=3, capacity=192, dtype="bfloat16")
-        assert (
-            engine.nbytes
-            == engine_size(spec, llama.config, slots=3, capacity=192, dtype="bfloat16").nbytes
-        )
+        old = set(map(id, before))
+        allocated = sum(array.nbytes for array in jax.live_arrays() if id(array) not in old)
+        size = engine_size(spec, llama.config, slots=3, capacity=192, dtype="bfloat16")
+        assert (engine.nbytes, allocated) == (size.cache_bytes, size.nbytes)
 
 
 def test_what_does_not_fit_is_refused():
