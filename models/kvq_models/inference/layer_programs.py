@@ -33,6 +33,10 @@ Arrays: TypeAlias = list[Any]  # the leaves of a part of a model or of a cache
 Structure: TypeAlias = Any  # a PyTreeDef, which must be hashable
 Program: TypeAlias = Any  # a jitted function
 
+# Most programs of a kind that are kept. Each takes megabytes, and callers choose specs, capacities
+# and models: a process that goes through more of them compiles the least recently used again.
+PROGRAMS = 256
+
 
 @dataclasses.dataclass(frozen=True)
 class PassOptions:
@@ -69,7 +73,7 @@ class Calls:
     last: Program
 
 
-@functools.cache
+@functools.lru_cache(PROGRAMS)
 def calls(model: Structure, cached: Structure, options: PassOptions) -> Calls:
     """Return the programs of a model and a cache of these structures. Raise ValueError if the model
     lacks parameters that the cache needs."""
@@ -92,7 +96,7 @@ def calls(model: Structure, cached: Structure, options: PassOptions) -> Calls:
     return Calls(outside, first, of_layers, _last(model, tuple(outside)))
 
 
-@functools.cache
+@functools.lru_cache(PROGRAMS)
 def _first(
     model: Structure, outside: tuple[int, ...], capacity: int, placement: Placement | None
 ) -> Program:
@@ -112,7 +116,7 @@ def _first(
     return jax.jit(first, donate_argnames="before")
 
 
-@functools.cache
+@functools.lru_cache(PROGRAMS)
 def _last(model: Structure, outside: tuple[int, ...]) -> Program:
     """Return the program of `prompt_logits`."""
 
@@ -173,7 +177,7 @@ class LayerKind:
         return out, jax.tree.leaves(after), carry
 
 
-@functools.cache
+@functools.lru_cache(PROGRAMS)
 def _layer(kind: LayerKind) -> Program:
     """Return the program of a layer. Without attention it takes (parameters, state, inputs, carry)
     and returns (state, carry)."""

@@ -171,7 +171,7 @@ def _brought(spec: CacheSpec, config: LlamaConfig) -> Iterator[dict[Side, dict[s
         yield scales
 
 
-@functools.cache
+@functools.lru_cache(256)  # callers choose the specs
 def _purpose(spec: CacheSpec, dims: CacheDims) -> Purpose:
     """Return the options that the parameters of a cache of `spec` depend on."""
 

@@ -1,11 +1,16 @@
 """Prefilling several caches together leaves each cache as a separate prefill does."""
 
+import gc
+import weakref
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kvq_jax as kvq
 from kvq_models import prefill, prepare
+from kvq_models.inference import layer_programs
 from kvq_models.inference.layer_by_layer import prefill_together
 from tests.kvq_models.checkpoints import random_llama, random_tokens, row_errors, tiny_config
 
@@ -57,3 +62,21 @@ def test_a_cache_that_holds_tokens_is_refused():
         ValueError, match="a cache holds 8 tokens; prompts that are shared go into empty caches"
     ):
         prefill_together([llama], [held], jnp.asarray(tokens))
+
+
+def test_programs_of_caches_that_were_not_used_for_long_are_forgotten():
+    llama = random_llama(tiny_config(num_hidden_layers=1))
+    model, options = jax.tree.structure(llama), layer_programs.PassOptions(prefill=True)
+
+    def programs(capacity: int) -> layer_programs.Calls:
+        cache = kvq.cache.layout("dense", llama.config, 1, capacity)
+        return layer_programs.calls(model, jax.tree.structure(cache), options)
+
+    first = programs(1000)
+    assert programs(1000) is first
+    layer, input_of_layers = weakref.ref(first.layers[0].program), weakref.ref(first.first)
+    del first
+    for capacity in range(1, layer_programs.PROGRAMS + 1):
+        programs(capacity)
+    gc.collect()
+    assert (layer(), input_of_layers()) == (None, None)
