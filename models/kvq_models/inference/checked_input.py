@@ -72,8 +72,8 @@ def checked_tokens(
 
 
 def check_dims(llama: Llama, cache: Cache) -> None:
-    """Raise ValueError, in one line, if these are no model and no cache of `init_cache`, the cache
-    was consumed or was made for other dimensions. Only static values are compared."""
+    """Raise ValueError, in one line, unless `llama` is a Llama and `cache` comes from `init_cache`,
+    is not consumed and was made for the model's dimensions. Only static values are compared."""
     if not isinstance(llama, Llama):
         raise ValueError(f"this call takes a Llama of load_llama, got {type(llama).__name__}")
     check_cache(cache)
@@ -87,9 +87,9 @@ def other_dims(of_cache: CacheDims, of_model: CacheDims) -> str:
     names = [field.name for field in dataclasses.fields(of_model)]
     pairs = [(name, getattr(of_cache, name), getattr(of_model, name)) for name in names]
     return ", ".join(
-        f"another {name}" if isinstance(one, tuple) else f"{name}={one} and not {other}"
-        for name, one, other in pairs
-        if one != other
+        f"another {name}" if isinstance(cached, tuple) else f"{name}={cached} and not {needed}"
+        for name, cached, needed in pairs
+        if cached != needed
     )
 
 

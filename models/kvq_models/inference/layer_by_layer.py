@@ -125,7 +125,7 @@ class Layers:
 
 
 def _described(lowered: Lowered) -> Any:
-    return jax.tree.map(lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype), lowered.out_info)
+    return jax.tree.map(lambda out: jax.ShapeDtypeStruct(out.shape, out.dtype), lowered.out_info)
 
 
 def prompt_layers(llama: Llama, cache: Cache, implementation: Implementation = None) -> Layers:

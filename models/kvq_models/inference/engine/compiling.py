@@ -62,8 +62,8 @@ def compile_at_once(
                 ],
             ):
                 done += [threads.submit(program.compile) for program in lowered()]
-        for one in done:
-            one.result()
+        for future in done:
+            future.result()
 
 
 class Compiler:
@@ -152,5 +152,6 @@ class Compiler:
 
     def _empty(self) -> Cache:
         return jax.tree.map(
-            lambda one: jax.device_put(np.zeros(one.shape, one.dtype), one.sharding), self._layout
+            lambda leaf: jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding),
+            self._layout,
         )

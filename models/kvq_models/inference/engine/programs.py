@@ -89,7 +89,8 @@ def step_slots(
         return new.token, cache, offsets, drawn
 
     nothing = jax.tree.map(
-        lambda one: jnp.zeros((STEPS, *one.shape), one.dtype), jax.eval_shape(draw, offsets, rules)
+        lambda value: jnp.zeros((STEPS, *value.shape), value.dtype),
+        jax.eval_shape(draw, offsets, rules),
     )
     _, cache, offsets, drawn = lax.fori_loop(0, count, one_step, (tokens, cache, offsets, nothing))
     return drawn, cache, _constrained(offsets, cache.placement)

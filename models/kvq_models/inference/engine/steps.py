@@ -25,12 +25,13 @@ def steps_of_call(slots: Iterable[Accepted | None], maximum: int, seconds: float
     request has tokens left, and as many as fit in CALL_SECONDS if one takes `seconds`. It is one
     step if a request's first token waits to be sent, or for penalties, which are counted from
     texts."""
-    running = [one for one in slots if one is not None]
-    if any(one.drawn == 1 for one in running):
+    running = [accepted for accepted in slots if accepted is not None]
+    if any(accepted.drawn == 1 for accepted in running):
         return 1
-    if any(one.request.frequency_penalty or one.request.presence_penalty for one in running):
+    requests = [accepted.request for accepted in running]
+    if any(request.frequency_penalty or request.presence_penalty for request in requests):
         return 1
-    left = min(one.request.max_new_tokens - one.drawn for one in running)
+    left = min(accepted.request.max_new_tokens - accepted.drawn for accepted in running)
     return max(1, min(maximum, left, int(CALL_SECONDS / seconds)))
 
 
@@ -48,11 +49,11 @@ def step(
         model,
         cache,
         offsets,
-        np.array([one.last if one else 0 for one in slots], np.int32),
-        np.array([one is not None for one in slots]),
-        np.array([one.penalty if one else 0 for one in slots], np.float32),
-        np.bool_(any(one is not None and one.request.biased for one in slots)),
-        row_rules(one.rule if one else VACANT for one in slots),
+        np.array([accepted.last if accepted else 0 for accepted in slots], np.int32),
+        np.array([accepted is not None for accepted in slots]),
+        np.array([accepted.penalty if accepted else 0 for accepted in slots], np.float32),
+        np.bool_(any(accepted is not None and accepted.request.biased for accepted in slots)),
+        row_rules(accepted.rule if accepted else VACANT for accepted in slots),
         np.int32(count),
         implementation,
     )

@@ -58,8 +58,8 @@ class Sweep:
         now = seal(row)
         if not int(row.lengths[0]) and all(
             np.array_equal(before, after)
-            for layer, one in self._empty.items()
-            for before, after in zip(one.sums, now[layer].sums, strict=True)
+            for layer, sealed in self._empty.items()
+            for before, after in zip(sealed.sums, now[layer].sums, strict=True)
         ):
             return row
         _log.error("memory of an empty row was damaged; another one takes its place")
@@ -76,7 +76,7 @@ class Sweep:
                 seal(cache, [layer])[layer],
             )
             runs = [*runs[:slot], accepted.run, *runs[slot + 1 :]]
-            lengths, *sums = (np.array(one) for one in (old.lengths, *old.sums))
+            lengths, *sums = (np.array(array) for array in (old.lengths, *old.sums))
             for whole, of_row in zip((lengths, *sums), (new.lengths, *new.sums), strict=True):
                 whole[slot] = of_row[0]
             self._seals[layer] = runs, Seal(lengths, tuple(sums))
