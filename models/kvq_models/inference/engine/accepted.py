@@ -7,7 +7,6 @@ import dataclasses
 import numpy as np
 
 from kvq_models.inference.engine.requests import (
-    Event,
     Likely,
     PromptRead,
     Reason,
@@ -59,20 +58,19 @@ class Accepted:
         self.tokens.append(token)
         self.drawn_logprobs.append(logprob)
 
-    def take(self, drawn: Drawn, row: int, events: list[Event], counts: Counts) -> Reason | None:
-        """Add the token that was drawn in a row, and its event unless it was sent before. Return
-        the reason if the request ends with it."""
+    def take(self, drawn: Drawn, row: int) -> tuple[list[Token], Reason | None]:
+        """Add the token that was drawn in a row. Return (its event, unless it was sent before; the
+        reason if the request ends with it)."""
         if not drawn.finite[row]:
-            return "not-finite"
+            return [], "not-finite"
         self.add_token(int(drawn.token[row]), float(drawn.logprob[row]))
-        counts.new_tokens += 1
-        if self.drawn > len(self.replayed):
-            events.append(self.token_event(drawn, row))
-        elif self.sent_wrong:
-            return "damaged"  # what was sent came from damage
+        sent = self.drawn <= len(self.replayed)
+        if sent and self.sent_wrong:
+            return [], "damaged"  # what was sent came from damage
+        events = [] if sent else [self.token_event(drawn, row)]
         if self.last in self.request.end_ids:
-            return "ended"
-        return "length" if self.drawn >= self.request.max_new_tokens else None
+            return events, "ended"
+        return events, "length" if self.drawn >= self.request.max_new_tokens else None
 
     def prompt_event(self) -> PromptRead:
         """Return the event of the prompt, with the scores that were asked for."""
@@ -140,3 +138,10 @@ class Counts:
     prefix_hits: int = 0  # of these, prompts with at least the first chunk in it
     prefix_tokens: int = 0  # tokens that came from the store instead of being read
     damaged: int = 0  # how often memory of a request, or of an empty row, was damaged
+
+    def add_lookup(self, stored: int) -> None:
+        """Count a prompt that was looked up in the store of prefixes, which has `stored` tokens of
+        it."""
+        self.prefix_lookups += 1
+        self.prefix_hits += stored > 0
+        self.prefix_tokens += stored

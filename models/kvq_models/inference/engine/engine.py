@@ -19,7 +19,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 
 import jax
 import numpy as np
@@ -38,13 +38,7 @@ from kvq_models.inference.engine.limits import MAX_ATTEMPTS, QUEUE_LIMIT
 from kvq_models.inference.engine.prefix_rows import PrefixRows
 from kvq_models.inference.engine.prefixes import PrefixStore
 from kvq_models.inference.engine.reading import chunk_of, kinds_of, read_chunk
-from kvq_models.inference.engine.requests import (
-    Ended,
-    Event,
-    QueueFullError,
-    Request,
-    Ticket,
-)
+from kvq_models.inference.engine.requests import Ended, Event, QueueFullError, Request, Ticket
 from kvq_models.inference.engine.steps import step, steps_of_call
 from kvq_models.inference.engine.sweep import Sweep
 from kvq_models.inference.method_parameters import parameters_for
@@ -232,45 +226,39 @@ class Engine:
     def advance(self) -> list[Event]:
         """Read at most one chunk of a prompt, then take one step of all slots, or several if no
         prompt waits. Return the events."""
-        events: list[Event] = []
-        self._drop_cancelled(events)
-        if self._sweep is not None:
-            self._renew_damaged(self._sweep, events)
-        self._read_chunk(events)
-        self._step(events)
-        return events
+        renewed = () if self._sweep is None else self._renew_damaged(self._sweep)
+        return [*self._drop_cancelled(), *renewed, *self._read_chunk(), *self._step()]
 
-    def _drop_cancelled(self, events: list[Event]) -> None:
+    def _drop_cancelled(self) -> Iterator[Event]:
         for accepted in [accepted for accepted in self._queue if accepted.cancelled]:
             self._queue.remove(accepted)
-            events.append(Ended(accepted.ticket, "cancelled"))
+            yield Ended(accepted.ticket, "cancelled")
         for slot, accepted in enumerate(self._slots):
             if accepted is not None and accepted.cancelled:
                 self._slots[slot] = None
-                events.append(Ended(accepted.ticket, "cancelled"))
+                yield Ended(accepted.ticket, "cancelled")
         if self._reading and self._reading[1].cancelled:
-            events.append(Ended(self._stop_reading(*self._reading).ticket, "cancelled"))
+            yield Ended(self._stop_reading(*self._reading).ticket, "cancelled")
 
-    def _renew_damaged(self, sweep: Sweep, events: list[Event]) -> None:
+    def _renew_damaged(self, sweep: Sweep) -> Iterator[Event]:
         """Let requests whose memory was damaged begin again, before the others in the queue."""
         for slot in sweep.damaged(self.cache, self._slots):
             accepted, self._slots[slot] = self._slots[slot], None
             if accepted is not None:
-                self._renew(accepted, slot, events)
+                yield from self._renew(accepted, slot)
         if self._reading is not None and sweep.row_damaged(self._row, self._reading[1]):
             slot = self._reading[0]
-            self._renew(self._stop_reading(*self._reading), slot, events)
+            yield from self._renew(self._stop_reading(*self._reading), slot)
 
-    def _renew(self, accepted: Accepted, slot: int, events: list[Event]) -> None:
+    def _renew(self, accepted: Accepted, slot: int) -> Iterator[Event]:
         """Compute a request again, or end it at its last attempt: broken memory lasts."""
-        again = accepted.attempts < MAX_ATTEMPTS
         self.counts.damaged += 1
-        _log.error("memory of a request was damaged; it %s", "begins again" if again else "ends")
-        if again:
+        _log.error("memory of a request was damaged at attempt %d", accepted.attempts)
+        if accepted.attempts < MAX_ATTEMPTS:
             accepted.begin_again(slot)
             self._queue.appendleft(accepted)
         else:
-            events.append(Ended(accepted.ticket, "damaged"))
+            yield Ended(accepted.ticket, "damaged")
 
     def _stop_reading(self, slot: int, accepted: Accepted) -> Accepted:
         """Put the half-read row into the slot, which stays vacant. An empty row comes back."""
@@ -278,11 +266,11 @@ class Engine:
         self._reading = None
         return accepted
 
-    def _read_chunk(self, events: list[Event]) -> None:
+    def _read_chunk(self) -> Iterator[Event]:
         logits = None
         if self._reading is None:
             vacant = [slot for slot, accepted in enumerate(self._slots) if accepted is None]
-            ready = self._next(events) if vacant else None
+            ready = (yield from self._next()) if vacant else None
             if ready is None:
                 return
             self._queue.remove(ready)
@@ -295,7 +283,7 @@ class Engine:
                 return
         assert logits is not None, "logits come with the last chunk"
         self._reading = None
-        self._begin_decoding(slot, accepted, logits, events)
+        yield from self._begin_decoding(slot, accepted, logits)
 
     def _begin_reading(self, accepted: Accepted) -> jax.Array | None:
         """Prepare the row for a prompt. Return the logits after its stored beginning, if any."""
@@ -303,26 +291,33 @@ class Engine:
             self._row = self._sweep.empty(self._row, self.counts)
         if self._rows is None or accepted.request.prompt_logprobs:
             return None
-        logits, self._row = self._rows.recall(accepted, self._row, self.counts)
-        return logits
+        known = self._rows.recall(accepted.request, self._row)
+        accepted.keys, self._row = known.keys, known.row
+        accepted.read = accepted.stored = known.length
+        self.counts.add_lookup(known.length)
+        return known.logits
 
-    def _begin_decoding(
-        self, slot: int, accepted: Accepted, logits: jax.Array, events: list[Event]
-    ) -> None:
+    def _begin_decoding(self, slot: int, accepted: Accepted, logits: jax.Array) -> Iterator[Event]:
         """Move a prompt from the row into its slot, and draw its first token from the logits."""
         if self._sweep is not None:
             self._sweep.fill(self.cache, slot, self._row, accepted)
         drawn = self._fill(slot, logits, accepted)
         finite = drawn.finite[0] and np.isfinite(accepted.logprobs).all()
         if finite and not accepted.replayed:
-            events.append(accepted.prompt_event())
-        if not finite or accepted.request.max_new_tokens == 0:
-            events.append(Ended(accepted.ticket, "length" if finite else "not-finite"))
-        elif self._continues(accepted, drawn, 0, events):
+            yield accepted.prompt_event()
+        reason = "length" if finite else "not-finite"
+        if finite and accepted.request.max_new_tokens:
+            events, reason = accepted.take(drawn, 0)
+            self.counts.new_tokens += 1
+            yield from events
+        if reason is None:
             self._slots[slot] = accepted
+        else:
+            yield Ended(accepted.ticket, reason)
 
-    def _next(self, events: list[Event]) -> Accepted | None:
-        """Return the first request in the queue whose programs are compiled."""
+    def _next(self) -> Generator[Event, None, Accepted | None]:
+        """Return the first request in the queue whose programs are compiled. Yield the ends of
+        those whose programs cannot be."""
         if self._compiler is None:
             return self._queue[0] if self._queue else None
         ready = list[Accepted]()
@@ -334,7 +329,7 @@ class Engine:
             except Exception:
                 _log.exception("a program for a prompt cannot be compiled")
                 self._queue.remove(accepted)
-                events.append(Ended(accepted.ticket, "failed"))
+                yield Ended(accepted.ticket, "failed")
         self._compiler.forget_failed()
         if self._queue and not ready and not any(self._slots):
             self._compiler.wait(IDLE_SECONDS)
@@ -370,7 +365,7 @@ class Engine:
         )
         return jax.tree.map(np.asarray, drawn)
 
-    def _step(self, events: list[Event]) -> None:
+    def _step(self) -> Iterator[Event]:
         """Take the steps of one call, one step if a prompt comes next."""
         if not any(self._slots):
             return
@@ -384,17 +379,20 @@ class Engine:
         self.counts.steps += count
         for drawn in steps:
             for slot, accepted in enumerate(self._slots):
-                if accepted is not None and not self._continues(accepted, drawn, slot, events):
-                    self._slots[slot] = None
+                if accepted is not None:
+                    yield from self._take(slot, accepted, drawn)
 
-    def _continues(self, accepted: Accepted, drawn: Drawn, row: int, events: list[Event]) -> bool:
-        """Give a request the token that was drawn in a row. Return True if it continues there."""
-        reason = accepted.take(drawn, row, events, self.counts)
+    def _take(self, slot: int, accepted: Accepted, drawn: Drawn) -> Iterator[Event]:
+        """Give a request the token of its slot. If it ends, it leaves, or begins again if its
+        memory was damaged."""
+        self.counts.new_tokens += bool(drawn.finite[slot])
+        events, reason = accepted.take(drawn, slot)
+        yield from events
         if reason is None:
-            return True
-        in_slot = accepted is self._slots[row] and reason in ("ended", "length")
-        if self._sweep and in_slot and self._sweep.slot_damaged(self.cache, row, accepted):
-            self._renew(accepted, row, events)
+            return
+        self._slots[slot] = None
+        answered = reason in ("ended", "length")
+        if answered and self._sweep and self._sweep.slot_damaged(self.cache, slot, accepted):
+            yield from self._renew(accepted, slot)
         else:
-            events.append(Ended(accepted.ticket, reason))
-        return False
+            yield Ended(accepted.ticket, reason)

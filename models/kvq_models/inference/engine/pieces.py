@@ -93,7 +93,10 @@ class RowPieces:
             self._parts(before, length), self._leaves, strict=True
         ):
             slices = _along(spec, start, end)
-            part = (len(range(*section.indices(size))) for section, size in zip(slices, shape, strict=True))
+            part = (
+                len(range(*section.indices(size)))
+                for section, size in zip(slices, shape, strict=True)
+            )
             expected.append((tuple(part), dtype))
             starts.append(start)
         arrays = [(array.shape, array.dtype) for array in piece.arrays]

@@ -4,16 +4,27 @@ every chunk."""
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import jax
 
 from kvq_jax.attention.dispatch import Implementation
 from kvq_jax.cache.cache import Cache
 from kvq_jax.cache.serialization import fingerprint
-from kvq_models.inference.engine.accepted import Accepted, Counts
 from kvq_models.inference.engine.pieces import RowPiece, RowPieces
 from kvq_models.inference.engine.prefixes import PrefixStore, chunk_keys, scope_of
+from kvq_models.inference.engine.requests import Request
 from kvq_models.llama.model import Llama
+
+
+class StoredPrompt(NamedTuple):
+    """What a store has of a prompt: the keys of all its chunks, the number of stored tokens, the
+    logits after them (None if there are none), and a row with them."""
+
+    keys: list[bytes]
+    length: int
+    logits: jax.Array | None
+    row: Cache
 
 
 class PrefixRows:
@@ -40,28 +51,22 @@ class PrefixRows:
         row, llama, widths, implementation = self._facts
         return scope_of(row, fingerprint(llama), widths, implementation)
 
-    def recall(
-        self, accepted: Accepted, row: Cache, counts: Counts
-    ) -> tuple[jax.Array | None, Cache]:
-        """Return (the logits after the stored beginning of a prompt, a row with it), or None and
-        the same row."""
-        request, length = accepted.request, len(accepted.request.prompt)
+    def recall(self, request: Request, row: Cache) -> StoredPrompt:
+        """Return what the store has of a prompt. The empty row is consumed if it has anything."""
+        length = len(request.prompt)
 
         def fits(count: int, piece: RowPiece) -> bool:
             before = count * self._chunk
             return self._pieces.fits(piece, before, min(before + self._chunk, length))
 
-        accepted.keys = chunk_keys(self.scope, request.prompt, self._chunk, request.owner)
-        pieces = self._store.longest(accepted.keys, fits)
-        counts.prefix_lookups += 1
+        keys = chunk_keys(self.scope, request.prompt, self._chunk, request.owner)
+        pieces = self._store.longest(keys, fits)
         if not pieces:
-            return None, row
+            return StoredPrompt(keys, 0, None, row)
         for leaf in jax.tree.leaves(row):
             leaf.delete()  # there is never a third row
-        accepted.read = accepted.stored = pieces[-1].length
-        counts.prefix_hits += 1
-        counts.prefix_tokens += accepted.read
-        return jax.device_put(pieces[-1].logits), self._pieces.joined(pieces)
+        logits = jax.device_put(pieces[-1].logits)
+        return StoredPrompt(keys, pieces[-1].length, logits, self._pieces.joined(pieces))
 
     def keep(
         self, keys: list[bytes], row: Cache, before: int, length: int, logits: jax.Array
