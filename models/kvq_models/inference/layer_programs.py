@@ -81,6 +81,7 @@ def calls(model: Structure, cached: Structure, options: PassOptions) -> Calls:
     cache: Cache = cached.unflatten(range(cached.num_leaves))
     by_layer = parameters_for(llama, cache.spec)
     static = cache.dims, cache.capacity, cache.placement, options
+    program_of = _attending if options.attends else _appending
     of_layers = []
     for number, plan in enumerate(cache.plans):
         params = by_layer[number]
@@ -88,7 +89,7 @@ def calls(model: Structure, cached: Structure, options: PassOptions) -> Calls:
         weights, layer = jax.tree.flatten(llama.layers[number])
         parameters, of_parameters = jax.tree.flatten(params)
         state, of_state = jax.tree.flatten(cache.layers[number])
-        program = _layer(LayerKind(layer, of_parameters, of_state, plan, *static))
+        program = program_of(LayerKind(layer, of_parameters, of_state, plan, *static))
         of_layers.append(LayerCall(program, weights, parameters, state))
     inside = set(jax.tree.leaves((llama.layers, llama.cache_parameters)))
     outside = [i for i in range(model.num_leaves) if i not in inside]
@@ -178,9 +179,8 @@ class LayerKind:
 
 
 @functools.lru_cache(PROGRAMS)
-def _layer(kind: LayerKind) -> Program:
-    """Return the program of a layer. Without attention it takes (parameters, state, inputs, carry)
-    and returns (state, carry)."""
+def _attending(kind: LayerKind) -> Program:
+    """Return the program of a whole layer."""
     placement = kind.placement
 
     def run(
@@ -203,12 +203,17 @@ def _layer(kind: LayerKind) -> Program:
             hidden = residual_split(placement)(finish_layer(layer, hidden, attention, placement))
             return hidden, state, carry, inputs if kind.options.shares else None
 
+    return jax.jit(run, donate_argnames=("state", "hidden"))
+
+
+@functools.lru_cache(PROGRAMS)
+def _appending(kind: LayerKind) -> Program:
+    """Return the program that appends the inputs of another cache's layer, without attention."""
+
     def append(
         parameters: Arrays, state: Arrays, inputs: LayerInputs, carry: Tree
     ) -> tuple[Arrays, Tree]:
-        with crossing(placement) as mesh:
+        with crossing(kind.placement) as mesh:
             return kind.cached(*mesh.taken((parameters, state, inputs, carry)))[1:]
 
-    if not kind.options.attends:
-        return jax.jit(append, donate_argnames="state")
-    return jax.jit(run, donate_argnames=("state", "hidden"))
+    return jax.jit(append, donate_argnames="state")

@@ -16,7 +16,12 @@ from kvq_jax.cache.cache import Cache
 from kvq_jax.cache.step import begin
 from kvq_jax.placement.crossing import crossing
 from kvq_jax.types.array_types import LengthsB
-from kvq_models.inference.layer_by_layer import NewLengths, NewTokens, prompt_layers
+from kvq_models.inference.layer_by_layer import (
+    LayersOutput,
+    NewLengths,
+    NewTokens,
+    prompt_layers,
+)
 from kvq_models.inference.layer_programs import prompt_logits
 from kvq_models.inference.layers import run_layers
 from kvq_models.inference.method_parameters import parameters_for
@@ -70,7 +75,7 @@ def by_layers(llama: Llama, cache: Cache, *arrays: Any) -> bool:
 
 
 @functools.partial(
-    jax.jit, static_argnames=("all_logits", "implementation", "as_hidden"), donate_argnames="cache"
+    jax.jit, static_argnames=("all_logits", "implementation"), donate_argnames="cache"
 )
 def prompt_program(
     llama: Llama,
@@ -80,23 +85,48 @@ def prompt_program(
     *,
     all_logits: bool = False,
     implementation: Implementation = None,
-    as_hidden: bool = False,
 ) -> tuple[Float[Array, "..."], Cache]:
-    """Do what `read_prompt` does, or `read_hidden` with `as_hidden`, by one program."""
+    """Do what `read_prompt` does, by one program."""
     with crossing(cache.placement) as mesh:
         llama, cache, tokens, lengths = mesh.taken((llama, cache, tokens, lengths))
-        step = begin(
-            cache,
-            tokens.shape[1],
-            lengths,
-            prefill=True,
-            parameters=parameters_for(llama, cache.spec),
-            implementation=implementation,
-        )
-        hidden, cache = run_layers(llama, step, tokens)
-        if as_hidden:
-            return hidden, cache
-        return prompt_logits(llama, hidden, step.valid, lengths, all_logits), cache
+        output = _through_layers(llama, cache, tokens, lengths, implementation)
+        logits = prompt_logits(llama, output.hidden, output.stored, lengths, all_logits)
+        return logits, output.cache
+
+
+@functools.partial(jax.jit, static_argnames="implementation", donate_argnames="cache")
+def hidden_program(
+    llama: Llama,
+    cache: Cache,
+    tokens: Int[Array, "B T"],
+    lengths: LengthsB,
+    *,
+    implementation: Implementation = None,
+) -> tuple[HiddenBTD, Cache]:
+    """Do what `read_hidden` does, by one program."""
+    with crossing(cache.placement) as mesh:
+        llama, cache, tokens, lengths = mesh.taken((llama, cache, tokens, lengths))
+        output = _through_layers(llama, cache, tokens, lengths, implementation)
+        return output.hidden, output.cache
+
+
+def _through_layers(
+    llama: Llama,
+    cache: Cache,
+    tokens: Int[Array, "B T"],
+    lengths: LengthsB,
+    implementation: Implementation,
+) -> LayersOutput:
+    step = begin(
+        cache,
+        tokens.shape[1],
+        lengths,
+        prefill=True,
+        parameters=parameters_for(llama, cache.spec),
+        implementation=implementation,
+    )
+    hidden, cache = run_layers(llama, step, tokens)
+    return LayersOutput(hidden, step.valid, cache)
 
 
 def read_hidden(
@@ -108,8 +138,6 @@ def read_hidden(
 ) -> tuple[HiddenBTD, Cache]:
     """Do what `read_prompt` does, but return the last layer's output in place of the logits."""
     if not by_layers(llama, cache, tokens, lengths):
-        return prompt_program(
-            llama, cache, tokens, lengths, implementation=implementation, as_hidden=True
-        )
+        return hidden_program(llama, cache, tokens, lengths, implementation=implementation)
     output = prompt_layers(llama, cache, implementation).through(tokens, lengths)
     return output.hidden, output.cache
