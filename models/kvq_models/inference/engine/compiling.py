@@ -18,6 +18,7 @@ from kvq_jax.attention.dispatch import Implementation
 from kvq_jax.cache.cache import Cache
 from kvq_models.inference.engine import programs
 from kvq_models.inference.engine.accepted import VACANT
+from kvq_models.inference.engine.steps import slot_inputs
 from kvq_models.inference.prompts import lowered_prompt, read_prompt
 from kvq_models.inference.row_sampling import row_rules
 from kvq_models.llama.flat_llama import FlatLlama
@@ -43,10 +44,8 @@ def compile_at_once(
     is consumed. On a mesh nothing is compiled, because outputs decide the shardings of the next
     program's inputs. beside: other work for these threads."""
     llama = model.llama()
-    slots, vacant = cache.batch, row_rules([VACANT])
-    none, nobody = np.zeros(slots, np.int32), np.zeros(slots, bool)
-    rules = row_rules([VACANT] * slots)
-    step = none, nobody, none.astype(np.float32), np.bool_(False), rules, np.int32(1)
+    vacant = row_rules([VACANT])
+    step = slot_inputs([None] * cache.batch), np.int32(1)
     chunk = np.zeros((1, width), np.int32), np.zeros(1, np.int32)
     with ThreadPoolExecutor(2) as threads:
         done: list[Future[Any]] = [threads.submit(work) for work in beside]

@@ -18,11 +18,12 @@ from kvq_jax.attention.dispatch import Implementation
 from kvq_jax.cache.cache import Cache, init_cache
 from kvq_jax.cache.row_operations import replace_row
 from kvq_jax.placement.placement import Placement
+from kvq_jax.types.pytree import pytree
 from kvq_models.inference.decoding import decode_step
 from kvq_models.inference.engine.requests import MAX_BIASED
 from kvq_models.inference.layer_by_layer import NewLengths, NewTokens
 from kvq_models.inference.prompts import read_hidden
-from kvq_models.inference.row_sampling import Drawn, RowRules, draw, most_likely
+from kvq_models.inference.row_sampling import Drawn, Given, RowRules, draw, most_likely
 from kvq_models.llama.flat_llama import FlatLlama
 from kvq_models.llama.model import HiddenBTD, Llama
 
@@ -51,37 +52,48 @@ def _constrained(offsets: Offsets, placement: Placement | None) -> Offsets:
     return lax.with_sharding_constraint(offsets, placement.everywhere)
 
 
+@pytree
+@dataclasses.dataclass(frozen=True)
+class SlotInputs:
+    """What the steps of a call take from the requests in the slots.
+
+    tokens     [B] int32, the newest token of each
+    active     [B] bool, True for slots with a request
+    penalties  [B] fp32, subtracted from the logits of the added tokens from now on
+    biased     [] bool, True if a slot has offsets; otherwise they cost nothing
+    rules      of the next tokens
+    """
+
+    tokens: Int[Given, "B"]
+    active: Bool[Given, "B"]
+    penalties: Float[Given, "B"]
+    biased: Bool[Given, ""]
+    rules: RowRules
+
+
 @functools.partial(jax.jit, static_argnames="implementation", donate_argnames=("cache", "offsets"))
 def step_slots(
     model: FlatLlama,
     cache: Cache,
     offsets: Offsets,
-    tokens: Int[Array, "B"],
-    active: Bool[Array, "B"],
-    penalties: Float[Array, "B"],
-    biased: Bool[Array, ""],
-    rules: RowRules,
+    slots: SlotInputs,
     count: Int[Array, ""],
     implementation: Implementation = None,
 ) -> tuple[Drawn, Cache, Offsets]:
     """Take `count` steps of every active slot, at most STEPS. Each adds a token, the given one
     first, and draws the next. Other slots become empty. Return (what each step drew, with an axis
-    of STEPS before the others; the slots; the offsets).
-
-    penalties: subtracted from the logits of the added tokens from now on.
-    biased: True if a slot has offsets. Otherwise they cost nothing.
-    """
-    llama = model.llama()
+    of STEPS before the others; the slots; the offsets)."""
+    llama, active, rules = model.llama(), slots.active, slots.rules
     # vacant rows cost attention nothing
     cache = dataclasses.replace(cache, lengths=jnp.where(active, cache.lengths, 0))
-    rows = jnp.arange(len(tokens))
+    rows = jnp.arange(cache.batch)
 
     def one_step(i: Array, state: tuple[Array, Cache, Offsets, Drawn]) -> tuple:
         tokens, cache, offsets, drawn = state
         logits, cache = decode_step(llama, cache, tokens, active, implementation=implementation)
         offsets, shifted = lax.cond(
-            biased,
-            lambda: ((new := offsets.at[rows, tokens].add(-penalties)), logits + new),
+            slots.biased,
+            lambda: ((new := offsets.at[rows, tokens].add(-slots.penalties)), logits + new),
             lambda: (offsets, logits),
         )
         new = draw(logits, dataclasses.replace(rules, step=rules.step + i), shifted)
@@ -92,7 +104,8 @@ def step_slots(
         lambda value: jnp.zeros((STEPS, *value.shape), value.dtype),
         jax.eval_shape(draw, offsets, rules),
     )
-    _, cache, offsets, drawn = lax.fori_loop(0, count, one_step, (tokens, cache, offsets, nothing))
+    begun = slots.tokens, cache, offsets, nothing
+    _, cache, offsets, drawn = lax.fori_loop(0, count, one_step, begun)
     return drawn, cache, _constrained(offsets, cache.placement)
 
 

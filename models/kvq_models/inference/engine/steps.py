@@ -35,6 +35,19 @@ def steps_of_call(slots: Iterable[Accepted | None], maximum: int, seconds: float
     return max(1, min(maximum, left, int(CALL_SECONDS / seconds)))
 
 
+def slot_inputs(slots: Sequence[Accepted | None]) -> programs.SlotInputs:
+    """Return what a call takes from the slots, as NumPy arrays, so that nothing is compiled."""
+    return programs.SlotInputs(
+        tokens=np.array([accepted.last if accepted else 0 for accepted in slots], np.int32),
+        active=np.array([accepted is not None for accepted in slots]),
+        penalties=np.array([accepted.penalty if accepted else 0 for accepted in slots], np.float32),
+        biased=np.array(
+            any(accepted is not None and accepted.request.biased for accepted in slots)
+        ),
+        rules=row_rules(accepted.rule if accepted else VACANT for accepted in slots),
+    )
+
+
 def step(
     model: FlatLlama,
     cache: Cache,
@@ -46,16 +59,7 @@ def step(
     """Take `count` steps of all slots with a request. Return (what each step drew, the slots'
     cache, the offsets)."""
     drawn, cache, offsets = programs.step_slots(
-        model,
-        cache,
-        offsets,
-        np.array([accepted.last if accepted else 0 for accepted in slots], np.int32),
-        np.array([accepted is not None for accepted in slots]),
-        np.array([accepted.penalty if accepted else 0 for accepted in slots], np.float32),
-        np.bool_(any(accepted is not None and accepted.request.biased for accepted in slots)),
-        row_rules(accepted.rule if accepted else VACANT for accepted in slots),
-        np.int32(count),
-        implementation,
+        model, cache, offsets, slot_inputs(slots), np.int32(count), implementation
     )
     drawn = jax.tree.map(np.asarray, drawn)
     return [jax.tree.map(lambda a, i=i: a[i], drawn) for i in range(count)], cache, offsets
