@@ -18,8 +18,8 @@ from kvq_models.llama.model import Llama
 
 
 class StoredPrompt(NamedTuple):
-    """What a store has of a prompt: the keys of all its chunks, the number of stored tokens, the
-    logits after them (None if there are none), and a row with them."""
+    """A prompt in a store: the keys of all its chunks, the number of its tokens that are stored,
+    the logits after them (None if there are none), and a row with them."""
 
     keys: list[bytes]
     length: int

@@ -55,7 +55,7 @@ def _constrained(offsets: Offsets, placement: Placement | None) -> Offsets:
 @pytree
 @dataclasses.dataclass(frozen=True)
 class SlotInputs:
-    """What the steps of a call take from the requests in the slots.
+    """Arrays that the steps of a call take from the requests in the slots.
 
     tokens     [B] int32, the newest token of each
     active     [B] bool, True for slots with a request
@@ -83,7 +83,7 @@ def step_slots(
     """Take `count` steps of every active slot, at most STEPS. Each adds a token, the given one
     first, and draws the next. Other slots become empty. Return (what each step drew, with an axis
     of STEPS before the others; the slots; the offsets)."""
-    llama, active, rules = model.llama(), slots.active, slots.rules
+    llama, active, rules = model.llama(), jnp.asarray(slots.active), slots.rules
     # vacant rows cost attention nothing
     cache = dataclasses.replace(cache, lengths=jnp.where(active, cache.lengths, 0))
     rows = jnp.arange(cache.batch)
