@@ -1,6 +1,6 @@
 """The header of a GGUF file: metadata and the list of tensors. Values are decoded when they are
-read, so opening a file costs milliseconds, whatever its vocabulary, once the gguf library, which
-knows the sizes of blocks, is imported. A file that is cut off anywhere is refused then.
+read, so opening a file costs milliseconds, whatever its vocabulary. A file that is cut off anywhere
+is refused then.
 
     magic, version, number of tensors, number of fields
     fields      name, type, value; an array is a type, a length and its values
@@ -32,6 +32,19 @@ _MAX_DIMENSIONS = 4
 _STRING, _ARRAY = 8, 9
 _SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 _LENGTH = struct.Struct("<Q")  # length of a text, before its bytes
+# Bytes of a block, by the number of its values and that of its type. The gguf library has them as
+# GGML_QUANT_SIZES, and takes a third of a second to import.
+_BLOCK_BYTES = {
+    1: {0: 4, 1: 2, 24: 1, 25: 2, 26: 4, 27: 8, 28: 8, 30: 2},
+    32: {2: 18, 3: 20, 6: 22, 7: 24, 8: 34, 9: 40, 20: 18, 39: 17},
+    64: {40: 36},
+    128: {41: 18},
+    256: {10: 84, 11: 110, 12: 144, 13: 176, 14: 210, 15: 292, 16: 66, 17: 74, 18: 98}
+    | {19: 50, 21: 110, 22: 82, 23: 136, 29: 56, 34: 54, 35: 66},
+}
+BLOCK_SIZES = {
+    kind: (values, size) for values, sizes in _BLOCK_BYTES.items() for kind, size in sizes.items()
+}
 
 Buffer = mmap.mmap
 
@@ -96,8 +109,6 @@ class GgufHeader:
         self._read_tensors(tensors, at)
 
     def _read_tensors(self, count: int, at: int) -> None:
-        from gguf import GGML_QUANT_SIZES  # imported late: only GGUF files need it
-
         headers = []
         for _ in range(count):
             name, at = self._text(at)
@@ -121,7 +132,7 @@ class GgufHeader:
             if name in self.tensors:
                 raise CheckpointError(f"{str(self.path)!r} holds tensor {name!r} twice")
             # a type that the library does not know is refused when the tensor is read
-            per_block, size = GGML_QUANT_SIZES.get(kind, (1, 0))
+            per_block, size = BLOCK_SIZES.get(kind, (1, 0))
             end = data + offset + math.prod(shape) // per_block * size
             if end > len(self._buffer):
                 raise CheckpointError(

@@ -232,6 +232,11 @@ def test_a_file_that_is_cut_off_in_its_tensors_is_not_opened(write):
     )
 
 
+def test_a_file_is_measured_with_the_block_sizes_of_the_library():
+    library = {int(kind): sizes for kind, sizes in gguf.GGML_QUANT_SIZES.items()}
+    assert gguf_header.BLOCK_SIZES.items() >= library.items()
+
+
 def test_a_tensor_without_axes_is_named(tmp_path: pathlib.Path):
     writer = gguf.GGUFWriter(path := tmp_path / "m.gguf", "llama")
     writer.add_tensor("token_embd.weight", np.zeros((), np.float32))
