@@ -84,7 +84,7 @@ class Answer:
             case Ended(reason="failed"):
                 return self.fail("the program for this prompt cannot be compiled")
             case Ended(reason="damaged"):
-                return self.fail("the memory of the answer was damaged while it was sent")
+                return self.fail("the memory of the answer was damaged")
             case Ended(reason=reason):
                 return self._finish(_FINISH[reason])
 

@@ -82,7 +82,7 @@ def _counters(engine: Engine) -> list[tuple[str, str, int]]:
     counts = engine.counts
     reads = engine.prefixes.reads if engine.prefixes else 0
     rate = "Tokens that were drawn: their rate is tokens per second"
-    damaged = "Requests whose memory was damaged, and which were computed again"
+    damaged = "How often the memory of a request was damaged"
     lookups = "Prompts that were looked up among the prefixes"
     hits = "Prompts of which at least the first chunk was there"
     spared = "Prompt tokens that were not read because they were there"
