@@ -15,6 +15,7 @@ ORDER = (  # each may import those before it
     *("cpu_kernels", "pallas_kernels", "kvq_jax", "kvq_hosts", "kvq_models", "kvq_tools"),
     *("tools", "benchmarks", "laboratory", "tests"),
 )
+MODEL_ORDER = ("named_models", "llama", "calibration", "inference")  # the same of kvq_models' parts
 FOLDERS = {"kvq_models": "models/kvq_models"}  # of packages that do not lie at the top
 LAYOUT, OPTIONS = "pallas_kernels.tiles.layout", "pallas_kernels.launch"
 PARTIAL = "pallas_kernels.decode_attention.partial_attention"
@@ -94,6 +95,7 @@ def violations(path: pathlib.Path, source: str) -> list[str]:
             and own in ("kvq_jax", "kvq_models", "kvq_tools", "tools")
             and not any(f"{name}.".startswith(f"{door}.") for door in allowed)
         )
+        of_a_later_part = _later_part(path, name)
         from_the_top = (
             own == "kvq_tools"
             and path.parts[1] not in ("cli", "__main__.py")
@@ -110,9 +112,22 @@ def violations(path: pathlib.Path, source: str) -> list[str]:
         )
         kernels_of_another_device = top in KERNELS and own in KERNELS and top != own
         of_packages = wrong_way, past_the_door, from_the_top, beside_the_library, from_hosts
-        if any((*of_packages, heavy, kernels_of_another_device, asks_a_class)):
+        if any((*of_packages, of_a_later_part, heavy, kernels_of_another_device, asks_a_class)):
             found.append(f"{path} imports {name}")
     return found
+
+
+def _later_part(path: pathlib.Path, name: str) -> bool:
+    """Return True if a module of a part of kvq_models imports from one above it."""
+    folder, parts = pathlib.Path(FOLDERS["kvq_models"]), name.split(".")
+    if not path.is_relative_to(folder) or parts[0] != "kvq_models" or len(parts) < 2:
+        return False
+    importer, part = path.relative_to(folder).parts[0], parts[1]
+    return (
+        importer in MODEL_ORDER
+        and part in MODEL_ORDER
+        and MODEL_ORDER.index(part) > MODEL_ORDER.index(importer)
+    )
 
 
 def test_imports_run_one_way():
@@ -146,6 +161,10 @@ def test_imports_run_one_way():
         ("kvq_jax/cache/accounting.py", "from kvq_jax.arrays.codebook_array import CodebookArray"),
         ("kvq_tools/cli/commands/doctor.py", "from kvq_jax.codecs import grouped"),
         ("models/kvq_models/calibration/fit.py", "from kvq_jax.methods.kvquant import codec"),
+        (
+            "models/kvq_models/llama/config.py",
+            "from kvq_models.inference.sampling import Sampling",
+        ),
         ("kvq_hosts/linen.py", "from cpu_kernels.library import unavailable"),
     ],
 )

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key, UInt32
 
-from kvq_models.inference.sampling_rule import Sampling as Sampling
+from kvq_models.llama.sampling_rule import Sampling as Sampling
 
 SIGN = np.uint32(1 << 31)  # the bit of the sign of a float32
 MIN_TEMPERATURE = 1e-30  # dividing logits by less overflows float32

@@ -8,7 +8,7 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any
 
-from kvq_models.inference.sampling_rule import check_choice
+from kvq_models.llama.sampling_rule import check_choice
 
 Fields = Mapping[str, Any]
 
