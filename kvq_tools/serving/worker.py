@@ -16,6 +16,7 @@ from kvq_models.inference.engine.requests import (
     QueueFullError,
     Reason,
     Request,
+    Ticket,
     Token,
 )
 from kvq_tools.serving.answer import Answer, Finish
@@ -30,10 +31,12 @@ class Stopping(RuntimeError):
 
 
 class AcceptedAnswer:
-    """An accepted answer, and the time of acceptance."""
+    """An accepted answer, and the time of acceptance. ticket: the engine's, once it has the
+    request."""
 
     def __init__(self, answer: Answer):
-        self.answer, self.ticket = answer, -1
+        self.answer = answer
+        self.ticket: Ticket | None = None
         self.accepted = time.monotonic()
         self.first_token: float | None = None
 
@@ -43,7 +46,7 @@ class Worker:
 
     Attributes:
         compiling: True until requests can be served. They are accepted, and wait.
-        failure: the reason why no requests are taken any more, or "".
+        failure: the reason why no requests are taken any more, or None.
         error: the error of `warm_up`, or None.
         ended: the number of answers that ended, by reason. A stop text counts as an end token.
 
@@ -59,7 +62,8 @@ class Worker:
         *,
         warm_up: bool = True,
     ):
-        self.engine, self.failure, self.compiling = engine, "", warm_up
+        self.engine, self.compiling = engine, warm_up
+        self.failure: str | None = None
         self.error: Exception | None = None
         self.ended: Counter[Reason] = Counter()
         self._on_first_token = on_first_token
@@ -175,7 +179,8 @@ class Worker:
                 job.ticket = self.engine.submit(job.answer.request)
                 self._jobs[job.ticket] = job
             for job in self._leaving:
-                self.engine.cancel(job.ticket)
+                if job.ticket is not None:
+                    self.engine.cancel(job.ticket)
             self._inbox, self._leaving = [], []
             return True
 
