@@ -4,8 +4,8 @@ code.
     k_i = r cos(theta),  k_{i+H/2} = r sin(theta)
     code = radius code << angle_bits | angle code
 
-    grouped   v ~ (code + 1/2) * step + least, with step = (most - least) / 2^b, for r and for theta
-              of a pair and a group of tokens. With radius_scale="sqrt", for sqrt(r) in place of r,
+    grouped   v ~ (code + 1/2) * step + min, with step = (max - min) / 2^b, for r and for theta of a
+              pair and a group of tokens. With radius_scale="sqrt", for sqrt(r) in place of r,
               which gives small radii smaller steps than large ones.
     global    theta ~ code * 2 pi / 2^b - pi,  r ~ code * step of the pair, one for the whole
               sequence
@@ -307,8 +307,8 @@ def _floor_codes(
     bits: int,
     format: PolarFormat,
 ) -> tuple[UInt16[Array, "B K groups size half"], OfGroups, OfGroups]:
-    """Return (codes, step, least): the bin of each entry in its group's range, and the range's step
-    and least value as stored.
+    """Return (codes, step, minimum): the bin of each entry in its group's range, and the range's
+    step and minimum as stored.
 
     Only entries that are `counted` make the range. A group without any has bin 0 everywhere.
     """

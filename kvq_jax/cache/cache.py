@@ -93,7 +93,7 @@ class Cache:
         return facts if self.placement is None else facts | {"split": str(self.placement)}
 
 
-@functools.cache
+@functools.lru_cache(256)  # callers choose specs and capacities
 def plans(
     spec: CacheSpec, dims: CacheDims, capacity: int, dtype: str, placement: Placement | None = None
 ) -> tuple[LayerPlan, ...]:

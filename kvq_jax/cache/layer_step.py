@@ -93,7 +93,7 @@ def check_made(cache: LayerCache, plan: LayerPlan, dtype: str) -> None:
         )
 
 
-@functools.cache
+@functools.lru_cache(256)
 def _made(plan: LayerPlan, batch: int, dtype: str) -> dict[str, Any]:
     return _kinds(plan.layout(batch, dtype))
 
@@ -177,7 +177,7 @@ def check_sinks(layer: int, expected: bool, sinks: Array | None) -> None:
         )
 
 
-@functools.cache
+@functools.lru_cache(256)
 def with_codecs_for_attention(
     plan: LayerPlan, spec: str, layer: int, dims: CacheDims, dtype: str
 ) -> LayerPlan:

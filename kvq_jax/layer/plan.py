@@ -34,7 +34,8 @@ class LayerState:
 
     Attributes:
         sink: [B, K, sink, C], the first tokens' rows in full precision.
-        ring: [B, K, recent + block, C], the newest tokens' rows in full precision.
+        ring: [B, K, recent + block, C], the newest tokens' rows in full precision. Both have
+            fewer slots if the capacity has fewer tokens.
         body: the codec's arrays.
         stats: the prompt statistics.
         intact: [B] int32, the body tokens whose codes remain from before a trim (kept_codes.py).

@@ -2,7 +2,7 @@
 
     sink     the first `sink` tokens, full precision
     body     quantized, whole blocks
-    recent   a full-precision ring of recent + block slots
+    recent   a full-precision ring of recent + block slots, fewer in a small capacity
 
     body(n) = floor(max(0, n - sink - recent) / block) * block     tokens in the body after n tokens
 

@@ -26,7 +26,8 @@ Every array that is kept (caches, prompt statistics, method parameters, weights)
     kv_heads   key/value heads                   heads   query heads
     tokens     cached tokens, or window slots    mlp     the width inside an MLP
     channels   entries of a cached row           vocab   tokens that a model knows
-    pairs      RoPE pairs of a head              none    anything else: words of a row, slots of a
+    pairs      RoPE pairs of a head              experts of a mixture
+                                                 none    anything else: words of a row, slots of a
                                                          token, entries of a table
 
 An axis keeps its name if neighbours share an entry, and `per` counts them. A scale of groups over

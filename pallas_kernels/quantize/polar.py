@@ -2,7 +2,7 @@
 RoPE pair (i, i + H/2).
 
     k_i = r cos(theta),  k_{i+H/2} = r sin(theta),
-    code = floor((v - least) / step),  step = (most - least) / 2^b
+    code = floor((v - min) / step),  step = (max - min) / 2^b
 
 for v = r and v = theta, over a group of tokens of a pair. The circle of a group's angles is cut
 open in its largest gap, or at the angle 0. These are the equations of `kvq_jax.arrays.polar_array`,

@@ -15,7 +15,7 @@ from kvq_jax.arrays import grouped_array, low_rank, sparse_outliers
 from kvq_jax.arrays.grouped_array import GroupedArray, GroupFormat
 from kvq_jax.arrays.sparse_outliers import Pool, SparseOutliers
 from kvq_jax.arrays.stored import BodySpec
-from kvq_jax.arrays.uniform import finite_rows, saturation_limit
+from kvq_jax.arrays.uniform import as_stored, finite_rows, saturation_limit
 from kvq_jax.codecs.codec import Side, TokensAt
 from kvq_jax.codecs.facts import Facts, OutlierCounts, Outliers, TokenGroup
 from kvq_jax.codecs.kernels import Kernels, unserved
@@ -128,8 +128,8 @@ class GearCodec(OneSideCodec):
         start = jnp.asarray(start_matrix(channels, self.rank))[None, None, None]
         left, right = low_rank.factors(blocks, start, self.turns)
         limit = saturation_limit(FACTOR_DTYPE)
-        stored = jnp.clip(right, -limit, limit).astype(jnp.dtype(FACTOR_DTYPE))
-        left = left.reshape(batch, heads, tokens, self.rank).astype(jnp.dtype(FACTOR_DTYPE))
+        stored = as_stored(jnp.clip(right, -limit, limit), FACTOR_DTYPE)
+        left = as_stored(left.reshape(batch, heads, tokens, self.rank), FACTOR_DTYPE)
         return left, stored.reshape(batch, heads, blocks.shape[2], channels * self.rank)
 
     def _product(

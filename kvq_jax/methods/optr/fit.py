@@ -196,7 +196,7 @@ def _turn_of(first: Turn, a: Float[Array, "K H H"]) -> Turn:
 _compiled_turn = jax.jit(_turn_of)
 
 
-@functools.cache
+@functools.lru_cache(16)  # callers choose the options
 def _compiled(function: Callable[..., Array], options: tuple) -> tuple[Callable, Callable]:
     """Return the loss of each head for a turn, and the slope of their mean in A."""
     loss = functools.partial(function, *options)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from kvq_jax.arrays import codebook_array
 from kvq_jax.arrays.codebook_array import CodebookArray
+from kvq_jax.arrays.uniform import as_stored
 from kvq_jax.codecs.codebook import CodebookCodec
 from kvq_jax.codecs.codec import TokensAt
 from kvq_jax.codecs.facts import Facts, PaperCount
@@ -29,7 +30,7 @@ class SphereCodec(CodebookCodec):
         assert group is not None, "a norm belongs to a head of a token"
         x = jnp.where(jnp.isfinite(rows), rows, 0).astype(jnp.float32)
         norm = jnp.sqrt(jnp.sum(group.cut(x) ** 2, group.AXES, keepdims=True))
-        scale = group.stored(jnp.minimum(norm, float(jnp.finfo(dtype).max))).astype(dtype)
+        scale = as_stored(group.stored(jnp.minimum(norm, float(jnp.finfo(dtype).max))), dtype)
         levels = table_of(self.levels)
         return codebook_array.quantize(x, self.format, levels, levels, scale, None)
 

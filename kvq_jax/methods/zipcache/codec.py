@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt8
 from kvq_jax.arrays import grouped_array
 from kvq_jax.arrays.grouped_array import GroupedArray, GroupFormat
 from kvq_jax.arrays.stored import BodySpec
-from kvq_jax.arrays.uniform import finite_rows, saturation_limit
+from kvq_jax.arrays.uniform import as_stored, finite_rows, saturation_limit
 from kvq_jax.codecs.codec import Codec, Side, TokensAt
 from kvq_jax.codecs.facts import Facts, TokenGroup
 from kvq_jax.codecs.kernels import Kernels, unserved
@@ -98,7 +98,7 @@ class ZipCodec(Codec):
         keys, values = (finite_rows(half, limit) for half in jnp.split(rows, 2, axis=-1))
         mask = chosen(saliency(stats, keys, at.positions, self.attention), self.block, self.salient)
         blocks = self._blocks(values)
-        norm = jnp.sqrt(jnp.max(jnp.abs(blocks), axis=3)).astype(jnp.dtype(self.scale_dtype))
+        norm = as_stored(jnp.sqrt(jnp.max(jnp.abs(blocks), axis=3)), self.scale_dtype)
         scaled = (blocks / _norms(norm)).reshape(values.shape)
         bits = mask.astype(jnp.uint8).reshape(*mask.shape[:2], -1, MASK_BITS) << _shifts()
         packed = jnp.sum(bits, axis=-1, dtype=jnp.uint8)
