@@ -186,12 +186,16 @@ def read_items(
 ) -> list[PromptLine]:
     """Read and check every line before any work is done. UserError names the line."""
     base = sampling_options.checked_sampling(options, sampling_options.model_sampling(config))
+    calibration = options.calibration
     settings = [
         options.model,
         str(options.cache.spec),
         inputs.model_dtype(options),
         inputs.rows_dtype(options),
-        options.calibration,
+        calibration,
+        # defaults are left out, so that answers of earlier versions keep their keys
+        *([options.activations] if options.activations != "float32" else []),
+        *([hashlib.sha256(Path(calibration).read_bytes()).hexdigest()] if calibration else []),
     ]
     items: list[PromptLine] = []
     for number, line in enumerate(text_input.read_text(options.prompts).split("\n"), start=1):
@@ -291,34 +295,40 @@ def _prompt(kind: str, value: Any, chat: bool, tokenizer: Any) -> tuple[int, ...
 def _answers(path: Path) -> Iterator[tuple[dict[str | int, str], BinaryIO]]:
     """Yield (the keys of the answers that a file has, by id; the file, open at its end).
 
-    An incomplete last line is removed. Raises UserError if the file does not hold answers, or if
-    another process writes to it.
+    Raises UserError if the file does not hold answers, or if another process writes to it.
     """
-    with console.input_errors(), contextlib.ExitStack() as stack:
-        try:
-            stack.enter_context(filelock.FileLock(path.with_name(f".{path.name}.lock"), timeout=0))
-        except filelock.Timeout:
-            raise console.UserError(f"another process writes to {str(path)!r}") from None
-        stack.callback(path.with_name(f".{path.name}.lock").unlink, missing_ok=True)
-        file = stack.enter_context(open(path, "a+b"))
-        file.seek(0)
-        content = file.read()
-        whole = content[: content.rfind(b"\n") + 1]
-        keys: dict[str | int, str] = {}
-        for number, line in enumerate(whole.splitlines(), start=1):
+    lock = path.with_name(f".{path.name}.lock")
+    with contextlib.ExitStack() as stack:
+        with console.input_errors():
             try:
-                answer = parse_json(line)
-                keys[answer["id"]] = answer["key"]
-            except (ValueError, KeyError, TypeError):
-                raise console.UserError(
-                    f"{str(path)!r}, line {number}, is not an answer of kvq generate; name another"
-                    " file"
-                ) from None
-        if not whole and content and not content.startswith(b'{"id": '):
-            raise console.UserError(f"{str(path)!r} is not a file of answers; name another one")
-        file.truncate(len(whole))
-        file.seek(len(whole))
+                stack.enter_context(filelock.FileLock(lock, timeout=0))
+            except filelock.Timeout:
+                raise console.UserError(f"another process writes to {str(path)!r}") from None
+            stack.callback(lock.unlink, missing_ok=True)
+            file = stack.enter_context(open(path, "a+b"))
+            keys = _keys(path, file)
         yield keys, file
+
+
+def _keys(path: Path, file: BinaryIO) -> dict[str | int, str]:
+    """Return the keys of a file's answers by id, and remove an incomplete last line."""
+    file.seek(0)
+    content = file.read()
+    whole = content[: content.rfind(b"\n") + 1]
+    keys: dict[str | int, str] = {}
+    for number, line in enumerate(whole.splitlines(), start=1):
+        try:
+            answer = parse_json(line)
+            keys[answer["id"]] = answer["key"]
+        except (ValueError, KeyError, TypeError):
+            raise console.UserError(
+                f"{str(path)!r}, line {number}, is not an answer of kvq generate; name another file"
+            ) from None
+    if not whole and content and not content.startswith(b'{"id": '):
+        raise console.UserError(f"{str(path)!r} is not a file of answers; name another one")
+    file.truncate(len(whole))
+    file.seek(len(whole))
+    return keys
 
 
 def _pending(path: str, items: list[PromptLine], before: dict[str | int, str]) -> list[PromptLine]:
@@ -341,7 +351,8 @@ def _write(out: BinaryIO, item: PromptLine, ids: list[int], reason: str, text: s
         "prompt_tokens": len(item.request.prompt),
         "new_tokens": len(ids),
     }
-    json_lines.append(out, answer)
+    with console.input_errors():
+        json_lines.append(out, answer)
 
 
 def _in_words(result: dict[str, Any], cache: str) -> str:

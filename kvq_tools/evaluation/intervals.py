@@ -85,7 +85,8 @@ def paired_ratio(windows: Sequence[float], others: Sequence[float]) -> Estimate:
 
     The interval is the t interval of the logs of the ratios, so what makes a window hard for both
     cancels. Without logs, which need positive values, both the value and the interval are nan; with
-    one window, or equal ratios, the interval alone. ValueError if the numbers of windows differ.
+    one window, or equal ratios, or if a limit is not a float, the interval alone. ValueError if the
+    numbers of windows differ.
     """
     if len(windows) != len(others):
         raise ValueError(
@@ -94,8 +95,9 @@ def paired_ratio(windows: Sequence[float], others: Sequence[float]) -> Estimate:
     if not windows or not min(*windows, *others) > 0:
         return Estimate(math.nan, NONE)
     logs = np.log(windows) - np.log(others)
-    low, high = mean_interval(logs.tolist())
-    return Estimate(math.exp(logs.mean()), Interval(math.exp(low), math.exp(high)))
+    mean, (low, high) = float(logs.mean()), mean_interval(logs.tolist())
+    interval = NONE if high > MAX_LOG else Interval(math.exp(low), math.exp(high))
+    return Estimate(math.exp(mean) if mean <= MAX_LOG else math.inf, interval)
 
 
 def widened(interval: Interval, error: float) -> Interval:

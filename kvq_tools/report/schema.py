@@ -15,6 +15,7 @@ import json
 import os
 import types
 import typing
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import numpy as np
 from jaxtyping import Float
 
 from kvq_jax.files.json_text import parse_json
+from kvq_tools.evaluation.defaults import MODES
 
 FORMAT = "kvq report 3"
 
@@ -331,9 +333,22 @@ def _check_lengths(report: CacheReport) -> None:
         if entries != wanted:
             raise ValueError(f"{name} has {entries} entries, not {wanted}")
 
-    if not report.caches:
-        raise ValueError("caches is empty")
-    for name, count in (("text.tokens", report.text.tokens), ("capacity", report.request.capacity)):
+    if report.request.mode not in MODES:
+        raise ValueError(f"request.mode must be one of {', '.join(MODES)}")
+    filled: dict[str, Sequence[Any]] = {"caches": report.caches}
+    if report.speed is not None:
+        filled |= {
+            "speed.caches": report.speed.caches,
+            "speed.contexts": report.speed.contexts,
+        }
+    for name, entries in filled.items():
+        if not entries:
+            raise ValueError(f"{name} is empty")
+    for name, count in (
+        ("text.tokens", report.text.tokens),
+        ("capacity", report.request.capacity),
+        ("tokens_of_sample", report.tokens_of_sample),
+    ):
         if not count:
             raise ValueError(f"{name} must be at least 1")
     equal("exact.nats", len(report.exact.nats), positions)
@@ -354,9 +369,9 @@ def _check_lengths(report: CacheReport) -> None:
                 raise ValueError(f"speed: {times.name} has a context without samples")
     for maps in report.magnitudes:
         for name in ("keys", "values"):
-            matrix = getattr(maps, name).matrix()
-            equal(
-                f"magnitudes of layer {maps.layer}: {name}",
-                matrix.size,
-                report.tokens_of_sample * channels,
-            )
+            shape = getattr(maps, name).matrix().shape
+            if shape != (report.tokens_of_sample, channels):
+                raise ValueError(
+                    f"magnitudes of layer {maps.layer}: {name} are {shape}, not"
+                    f" {(report.tokens_of_sample, channels)}"
+                )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import math
 import os
 import textwrap
 import time
@@ -28,7 +27,7 @@ from kvq_tools.cli.planned import NamedCache
 from kvq_tools.cli.tables import number, print_table
 from kvq_tools.cli.timed import TimedGeneration
 from kvq_tools.evaluation.defaults import CACHE_DTYPE
-from kvq_tools.evaluation.results import finite
+from kvq_tools.evaluation.results import exp, finite
 from kvq_tools.evaluation.text import passage
 
 MODEL_DTYPE = "float32"
@@ -151,7 +150,7 @@ class DemoRun:
         _, cache = decoding.prefill(self.llama, self.new_cache(), np.array([task.prompt]))
         logprobs, cache = decoding.score(self.llama, cache, np.array([task.rest]))
         # the first token of the rest is read but not scored
-        perplexity = math.exp(-float(jnp.mean(logprobs[0, 1:])))
+        perplexity = exp(-float(jnp.mean(logprobs[0, 1:])))
         return {
             "name": self.name,
             "cache": str(self.spec),

@@ -78,7 +78,7 @@ def add_generator_arguments(parser: argparse.ArgumentParser, text: str | None = 
 
 
 def _integers(text: str) -> tuple[int, ...]:
-    return tuple(values.positive(part) for part in text.split(","))
+    return tuple(dict.fromkeys(values.positive(part) for part in text.split(",")))
 
 
 def _shares(text: str) -> tuple[float, ...]:
@@ -90,4 +90,4 @@ def _shares(text: str) -> tuple[float, ...]:
         ) from None
     if not all(0 <= depth <= 1 for depth in depths):
         raise argparse.ArgumentTypeError(f"depths must be between 0 and 1, got {text}")
-    return depths
+    return tuple(dict.fromkeys(depths))

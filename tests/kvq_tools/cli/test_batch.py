@@ -163,3 +163,13 @@ def test_answers_of_other_settings_and_other_files_are_not_touched(
         refused = run("generate", model, "--prompts", prompts, "--out", other, *OPTIONS)
         assert_one_line_error(refused, "name another")
         assert other.read_text() == content
+
+
+def test_answers_of_other_activations_are_not_continued(
+    run, model: pathlib.Path, prompts: pathlib.Path, tmp_path: pathlib.Path
+):
+    """int8 activations round what the model computes."""
+    command = "generate", model, "--prompts", prompts, "--out", tmp_path / "answers.jsonl", *OPTIONS
+    run(*command)
+    refused = run(*command, "--activations", "int8")
+    assert_one_line_error(refused, "to another prompt, or of other settings")

@@ -105,6 +105,8 @@ REFUSED = [
     ("serve {model} --prefix-disk 1GiB", "--prefix-disk limits --prefix-dir"),
     ("serve {model} --mesh heads=2 --prefix-memory 1MiB", "leave out --prefix-memory and"),
     ("passkey {model} --depths 0,2", "between 0 and 1"),
+    ("niah {model} --task multiquery --depths 0.5", "--depths is for one needle, and multiquery"),
+    ("niah {model} --task single_1 --text a.txt", "--text is for needles in a text, and single_1"),
     ("memory {model} --cache kivi --mesh heads=3", "2 KV heads do not divide into 3 parts"),
     ("memory {model} --cache kivi --mesh columns=2", "write rows=R,heads=H,tokens=T"),
     ("memory {model} --cache kivi --devices 8", "--devices is the size of a mesh: give --mesh"),

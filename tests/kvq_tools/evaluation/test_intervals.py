@@ -72,6 +72,13 @@ def test_two_windows_a_million_times_apart_give_no_interval():
     assert 0 < low < 1e-3 < high < math.inf
 
 
+def test_ratios_too_far_apart_for_a_float_give_no_interval():
+    value, interval = paired_ratio([1e-38, 1.0], [1.0, 1e-38])
+    assert value == pytest.approx(1)
+    assert np.isnan(interval).all(), "its upper limit is above every float"
+    assert paired_ratio([1e308], [1e-308]).value == math.inf
+
+
 def test_rounding_noise_around_zero_has_an_interval_and_equal_values_have_none():
     low, high = kl_interval([-1e-9, 2e-9, 1e-9])
     assert low < 0 < high

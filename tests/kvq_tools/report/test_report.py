@@ -122,7 +122,11 @@ WRONG = {
     "a count beyond 63 bits": (("caches", 0, "block"), 10**30, "caches[0].block must be a count"),
     "no tokens": (("text", "tokens"), 0, "text.tokens must be at least 1"),
     "too few channels": (("caches", 0, "errors", 1, "keys"), [1.0], "has 1 entries, not 128"),
-    "map of another size": (("tokens_of_sample",), 3, "magnitudes of layer 0: keys has"),
+    "map of another size": (("tokens_of_sample",), 3, "magnitudes of layer 0: keys are"),
+    "another mode": (("request", "mode"), "other", "request.mode must be one of decode"),
+    "no contexts": (("speed", "contexts"), [], "speed.contexts is empty"),
+    "no times": (("speed", "caches"), [], "speed.caches is empty"),
+    "no sample of tokens": (("tokens_of_sample",), 0, "tokens_of_sample must be at least 1"),
     "no samples": (("speed", "caches", 0, "samples_ms"), [[]], "has a context without samples"),
 }
 
