@@ -22,6 +22,7 @@ MAX_CHOICES = 16
 MAX_COMPLETION_ALTERNATIVES = 5
 MAX_STOPS = 4
 MAX_STOP_LENGTH = 1000  # in characters
+STOPS_RULE = f"give up to {MAX_STOPS} texts of 1 to {MAX_STOP_LENGTH} characters"
 FAIL_FAST = Field(fail_fast=True)  # a list of a million faults is one error
 MAX_NAME_LENGTH = 200  # characters
 COMPLETION_TOKENS = 16  # OpenAI's default of `max_tokens` for completions
@@ -228,11 +229,8 @@ def read(
         fields = kind.model_validate(asked)
     except pydantic.ValidationError as failure:
         raise _first(failure) from None
-    if len(fields.stops) > MAX_STOPS or not all(
-        1 <= len(stop) <= MAX_STOP_LENGTH for stop in fields.stops
-    ):
-        message = f"give up to {MAX_STOPS} texts of 1 to {MAX_STOP_LENGTH} characters"
-        raise errors.invalid("stop", message)
+    if not all(1 <= len(stop) <= MAX_STOP_LENGTH for stop in fields.stops):
+        raise errors.invalid("stop", STOPS_RULE)
     if fields.stream_options is not None and not fields.stream:
         raise errors.invalid("stream_options", "it is only allowed if 'stream' is true")
     if isinstance(fields, ChatFields) and fields.top_logprobs and not fields.logprobs:
@@ -266,8 +264,9 @@ def _check_counts(body: dict[str, Any], max_choices: int, capacity: int) -> None
         for message in (messages[:capacity] if isinstance(messages, list) else ())
         if isinstance(message, dict)
     )
+    if _length(body.get("stop")) > MAX_STOPS:
+        raise errors.invalid("stop", STOPS_RULE)
     for name, count, maximum in (
-        ("stop", _length(body.get("stop")), MAX_STOPS),
         ("logit_bias", _length(body.get("logit_bias")), MAX_BIASED),
         ("messages", _length(messages), capacity),
         ("messages.content", sum(parts), capacity),

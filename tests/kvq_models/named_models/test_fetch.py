@@ -139,7 +139,7 @@ def test_an_index_without_the_wheel_and_addresses_that_are_none_are_named(server
         PackageIndex(server.url).find(server.part.project, "another.whl")
     with pytest.raises(FetchError, match="answers 404"):
         PackageIndex(server.url).find("another-project", "another.whl")
-    with pytest.raises(FetchError, match="no address of the web"):
+    with pytest.raises(FetchError, match="not an address of the web"):
         PackageIndex("file:///etc").find("passwd", "passwd")
 
 
