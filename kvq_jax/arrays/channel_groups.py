@@ -8,6 +8,7 @@ If g is larger, it spans `heads` whole heads. Its statistics (a scale, a zero po
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
@@ -76,9 +77,15 @@ def channel_group(requested: int, heads: int, head_dim: int) -> ChannelGroup:
         return ChannelGroup(1, size)
     if size % head_dim == 0 and heads % (size // head_dim) == 0:
         return ChannelGroup(size // head_dim, head_dim)
-    inside = [d for d in range(1, head_dim + 1) if head_dim % d == 0]
-    across = [n * head_dim for n in range(2, heads + 1) if heads % n == 0]
+    inside = divisors(head_dim)
+    across = tuple(n * head_dim for n in divisors(heads)[1:])
     raise ValueError(
         f"group_size={requested} does not divide a KV width of {heads} heads of {head_dim}; sizes:"
         f" {', '.join(map(str, inside + across))}"
     )
+
+
+def divisors(size: int, up_to: int | None = None) -> tuple[int, ...]:
+    """Return the divisors of `size`, in rising order, none of them above `up_to`."""
+    small = [d for d in range(1, math.isqrt(size) + 1) if size % d == 0]
+    return tuple(d for d in sorted({*small, *(size // d for d in small)}) if d <= (up_to or size))

@@ -10,14 +10,13 @@ InnerQ values).
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped, UInt16
 
 from kvq_jax.arrays import uniform
-from kvq_jax.arrays.channel_groups import ChannelGroup
+from kvq_jax.arrays.channel_groups import ChannelGroup, divisors
 from kvq_jax.arrays.packing import Words, pack, unpack
 from kvq_jax.arrays.stored import BodySpec, word_specs
 from kvq_jax.arrays.uniform import Axes
@@ -200,11 +199,6 @@ def dequantize(body: GroupedArray) -> Float[Array, "B K T H"]:
     """Return code * scale + zero, fp32 [B, K, T, H], to fp32 rounding."""
     scale = per_element(body.scale, body.format)
     return codes(body).astype(jnp.float32) * scale + per_element(zeros(body), body.format)
-
-
-def divisors(size: int, up_to: int | None = None) -> tuple[int, ...]:
-    small = [d for d in range(1, math.isqrt(size) + 1) if size % d == 0]
-    return tuple(d for d in sorted({*small, *(size // d for d in small)}) if d <= (up_to or size))
 
 
 def resolve_group(requested: int, size: int, extent: str, largest: int = 32) -> int:
