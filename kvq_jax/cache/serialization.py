@@ -27,27 +27,16 @@ from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 
 from kvq_jax.cache.cache import Cache, axes, check_cache, check_held, layout, row_dtype
-from kvq_jax.cache.dims import SIZES, CacheDims, dims_of
+from kvq_jax.cache.dims import dims_of
 from kvq_jax.cache.moving import deals, orders, placers
+from kvq_jax.cache.saved_header import VERSION, WITHOUT_CHECKSUM, read_header, write_header
 from kvq_jax.cache.spec import CacheSpec, parse
-from kvq_jax.files.checksum import Checksum, save_tensors
+from kvq_jax.files.checksum import DTYPES, Checksum, read_tensor, save_tensors
 from kvq_jax.placement.placement import Placement
 from kvq_jax.placement.processes import fetched
 from kvq_jax.types.array_types import ModelDims, Tree
 
-FORMAT = "kvq-cache"
-VERSION, WITHOUT_INTACT, WITHOUT_CHECKSUM = "3", "2", "1"
 BESIDE = "beside."
-DTYPES = {  # of tensors in a file, by their safetensors names
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I8": "int8",
-    "U8": "uint8",
-    "I16": "int16",
-    "U16": "uint16",
-    "I32": "int32",
-}
 
 
 def fingerprint(tree: Tree) -> str:
@@ -98,25 +87,13 @@ def save_cache(
             `load_beside` reads.
 
     Raises:
-        ValueError: in one line, if the cache was consumed, or an array beside it has no numbers.
+        ValueError: in one line, if the cache was consumed, if a fingerprint is no text, or if a
+            file cannot hold the model's sizes or an array beside the cache.
         OSError: if the file cannot be written.
     """
     check_cache(cache)
-    kept = {BESIDE + name: np.asarray(array) for name, array in (beside or {}).items()}
-    for name, array in kept.items():
-        if not (jnp.issubdtype(array.dtype, jnp.number) or array.dtype == np.bool_):
-            raise ValueError(f"{name} must be an array of numbers, got {array.dtype.name}")
-    header = {
-        "format": FORMAT,
-        "format_version": VERSION,
-        "spec": str(cache.spec),
-        "dims": cache.dims.to_json(),
-        "batch": str(cache.batch),
-        "capacity": str(cache.capacity),
-        "dtype": cache.dtype,
-        "model_fingerprint": model_fingerprint,
-        "parameters_fingerprint": parameters_fingerprint,
-    }
+    header = write_header(cache, model_fingerprint, parameters_fingerprint)
+    kept = dict(_kept(beside or {}))
     tensors = {
         name: order(leaf)
         for (name, leaf), order in zip(_named(cache).items(), orders(cache), strict=True)
@@ -128,6 +105,25 @@ def save_cache(
         from jax.experimental import multihost_utils  # here, as it takes time to import
 
         multihost_utils.sync_global_devices(f"saved {path}")
+
+
+def _kept(beside: Mapping[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the names and arrays that a file holds of `beside`. Raise ValueError, in one line, for
+    an array that could not be read from it."""
+    for name, value in beside.items():
+        if not isinstance(name, str):
+            raise ValueError(
+                f"the names of beside must be text, got {name!r} of {type(name).__name__}"
+            )
+        array = np.asarray(value)
+        if array.dtype.name not in DTYPES.values():
+            raise ValueError(
+                f"{BESIDE}{name} must be an array of numbers, got {array.dtype.name}, which a file"
+                f" cannot give back; convert it to one of {', '.join(DTYPES.values())}"
+            )
+        # safetensors writes memory as it lies: a transposed array would come back in another order
+        little = array.dtype.newbyteorder("<")
+        yield BESIDE + name, array.astype(little, order="C", copy=False)
 
 
 def load_cache(
@@ -175,7 +171,7 @@ def load_cache(
     }
     with _opened(path) as file:
         header = file.metadata() or {}
-        fields = _header(path, header, len(file.keys()))
+        fields = read_header(path, header, len(file.keys()))
         for field, value in expected.items():
             if value is not None and value != fields[field]:
                 raise ValueError(
@@ -203,7 +199,7 @@ def saved_layout(path: str | os.PathLike[str]) -> Cache:
     """
     path = pathlib.Path(path)
     with _opened(path) as file:
-        return _promised(path, _header(path, file.metadata() or {}, len(file.keys())))
+        return _promised(path, read_header(path, file.metadata() or {}, len(file.keys())))
 
 
 def load_beside(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
@@ -216,10 +212,13 @@ def load_beside(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
 
     Raises:
         FileNotFoundError: if there is no file.
-        ValueError: in one line, if the file cannot be read.
+        ValueError: in one line, if the file, or an array in it, cannot be read.
     """
     with _opened(pathlib.Path(path)) as file:
-        return {name.removeprefix(BESIDE): file.get_tensor(name) for name in _beside(file)}
+        return {
+            name.removeprefix(BESIDE): read_tensor(file, repr(str(path)), name)
+            for name in _beside(file)
+        }
 
 
 def _beside(file: Any) -> list[str]:
@@ -241,48 +240,6 @@ def _opened(path: pathlib.Path) -> Iterator[Any]:
                 f"{str(path)!r} is not a readable safetensors file: {str(error).splitlines()[0]}"
             ) from None
         yield file
-
-
-def _header(path: pathlib.Path, header: dict[str, str], tensors: int) -> dict[str, Any]:
-    """Return the header's fields as values. Raise ValueError, in one line, if one is missing or
-    makes no sense."""
-    if header.get("format") != FORMAT:
-        raise ValueError(
-            f"{str(path)!r} is not a saved cache: its header has format={header.get('format')!r},"
-            f" not {FORMAT!r}"
-        )
-    if header.get("format_version") not in (VERSION, WITHOUT_INTACT, WITHOUT_CHECKSUM):
-        raise ValueError(
-            f"{str(path)!r} has format_version={header.get('format_version')!r}; this version reads"
-            f" {WITHOUT_CHECKSUM!r} to {VERSION!r}: if a newer kvq wrote the file, install that one"
-        )
-    readers = {
-        "spec": parse,
-        "dims": CacheDims.from_json,
-        "batch": int,
-        "capacity": int,
-        "dtype": lambda text: jnp.dtype(text).name,
-        "model_fingerprint": str,
-        "parameters_fingerprint": str,
-    }
-    fields = {}
-    for field, read in readers.items():
-        try:
-            fields[field] = read(header[field])
-        except (KeyError, TypeError, ValueError):
-            raise ValueError(
-                f"{str(path)!r}: header field {field}={header.get(field)!r} cannot be read"
-            ) from None
-    sizes = {name: getattr(fields["dims"], name) for name in SIZES}
-    if (
-        not all(isinstance(size, int) and size > 0 for size in sizes.values())
-        or sizes["num_hidden_layers"] > tensors
-    ):
-        raise ValueError(
-            f"{str(path)!r}: header field dims={sizes} does not describe a model of this file's"
-            f" {tensors} tensors"
-        )
-    return fields
 
 
 def _promised(path: pathlib.Path, fields: dict[str, Any]) -> Cache:
@@ -331,7 +288,7 @@ def _read(
             counts[name] = tensor
         tensors.append(place(deal(tensor)))
     for name in _beside(file):
-        checksum.add(name, file.get_tensor(name))
+        checksum.add(name, read_tensor(file, repr(str(path)), name))
     checksum.check(repr(str(path)), header, required=header["format_version"] != WITHOUT_CHECKSUM)
     return jax.tree.unflatten(jax.tree.structure(described), tensors), counts
 

@@ -26,6 +26,22 @@ from safetensors.numpy import save_file
 from kvq_jax.files.whole import replacing
 
 SHA256 = "kvq_sha256"  # the header's field
+DTYPES = {  # that NumPy reads back from a file, by their safetensors names
+    "BOOL": "bool",
+    "I8": "int8",
+    "U8": "uint8",
+    "I16": "int16",
+    "U16": "uint16",
+    "I32": "int32",
+    "U32": "uint32",
+    "I64": "int64",
+    "U64": "uint64",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+    "C64": "complex64",
+}
 
 
 class NoChecksum(UserWarning):
@@ -77,12 +93,25 @@ def sha256_of(tensor: np.ndarray) -> str:
     return hashlib.sha256(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data).hexdigest()
 
 
+def read_tensor(file: Any, where: str, name: str) -> np.ndarray:
+    """Return a tensor of an open safetensors file. Raise ValueError, in one line, if NumPy has no
+    dtype for it. `where` names the file."""
+    dtype = str(file.get_slice(name).get_dtype())
+    if dtype not in DTYPES:
+        raise ValueError(
+            f"{where}: tensor {name} is {dtype}, which cannot be read; a file of kvq holds"
+            f" {', '.join(DTYPES)}"
+        )
+    return file.get_tensor(name)
+
+
 def read_tensors(file: Any, where: str, *, required: bool) -> dict[str, np.ndarray]:
-    """Return all tensors of an open safetensors file by their names. Raise as `Checksum.check`."""
+    """Return all tensors of an open safetensors file by their names. Raise as `read_tensor` and
+    `Checksum.check`."""
     tensors, checksum = {}, Checksum()
     names = file.keys()
     for name in names:
-        tensors[name] = file.get_tensor(name)
+        tensors[name] = read_tensor(file, where, name)
         checksum.add(name, tensors[name])
     checksum.check(where, file.metadata() or {}, required=required)
     return tensors

@@ -134,6 +134,18 @@ MISTAKES = [
         "beside.text must be an array of numbers, got str32",
     ),
     (
+        lambda: kvq.files.save(cache(), FILE, beside={1: np.zeros(2)}),
+        "the names of beside must be text, got 1 of int",
+    ),
+    (
+        lambda: kvq.files.save(cache(), FILE, model_fingerprint=None),
+        "model_fingerprint must be the text of kvq.files.fingerprint, or '' for none, got NoneType",
+    ),
+    (
+        lambda: kvq.files.save(cache(), FILE, parameters_fingerprint=7),
+        "parameters_fingerprint must be the text of kvq.files.fingerprint, or '' for none, got int",
+    ),
+    (
         lambda: kvq.begin(cache(), 3, prefill=True, parameters=3),
         "parameters must be a sequence with an entry for each layer, got int",
     ),

@@ -27,10 +27,9 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from kvq_jax.cache.cache import CacheDims, dims_of
-from kvq_jax.cache.serialization import DTYPES
 from kvq_jax.cache.spec import CacheSpec, parse
 from kvq_jax.codecs.codec import Side
-from kvq_jax.files.checksum import read_tensors, save_tensors
+from kvq_jax.files.checksum import DTYPES, read_tensors, save_tensors
 from kvq_jax.files.json_text import parse_json
 from kvq_jax.methods.base import Method
 from kvq_jax.types.array_types import ModelDims

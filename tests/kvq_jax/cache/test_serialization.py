@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import stat
+from typing import Any
 from unittest import mock
 
 import jax
@@ -16,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 import kvq_jax as kvq
 from kvq_jax.cache.cache import plans
-from kvq_jax.files.checksum import SHA256, NoChecksum, save_tensors
+from kvq_jax.files.checksum import DTYPES, SHA256, NoChecksum, save_tensors
 from tests.kvq_jax.cache_runs import DIMS, LENGTHS, filled
 from tests.methods_table import ONE_OF_EACH_LAYER, MethodCase, cases
 
@@ -103,7 +104,7 @@ def rewritten(
     return path
 
 
-def header_of(**changes: int) -> str:
+def header_of(**changes: Any) -> str:
     return json.dumps(dataclasses.asdict(DIMS) | changes)
 
 
@@ -150,6 +151,37 @@ def test_tensors_that_the_header_does_not_promise_are_refused(
 def test_headers_that_make_no_sense_are_refused(header: dict, message: str, saved: pathlib.Path):
     with pytest.raises(ValueError, match=ONE_LINE.format(message)):
         kvq.files.load(rewritten(saved, header=header))
+
+
+@pytest.mark.parametrize(
+    ("spec", "sizes", "message"),
+    [
+        ("waterfill", {"head_dim": 2_000_003}, "head_dim=2000003; a saved cache has at most 4096"),
+        ("int4:group_size=3", {"head_dim": 10**12}, "head_dim=1000000000000; a saved cache has at"),
+        ("int4:group_size=3", {"num_key_value_heads": 10**12}, "num_key_value_heads=10000000000"),
+        ("waterfill", {"layer_heads": [[2, 32], [2, 2_000_003]]}, "head_dim=2000003; a saved cac"),
+        ("waterfill", {"layer_heads": [[2, "32"], [2, 32]]}, "layer_heads of layer 0 are"),
+        ("kivi", {"hidden_size": 10**12}, "hidden_size=1000000000000; a saved cache has at most"),
+    ],
+)
+def test_a_header_that_asks_for_endless_work_is_refused_at_once(
+    spec: str, sizes: dict, message: str, saved: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+):
+    rewritten(saved, header={"spec": spec, "dims": header_of(**sizes)})
+    computed = mock.Mock(side_effect=AssertionError("a method computes with the sizes"))
+    monkeypatch.setattr(type(kvq.methods.METHODS[spec.split(":")[0]]), "codec", computed)
+    plans.cache_clear()
+    for read in (kvq.files.load, kvq.files.saved_layout):
+        with pytest.raises(ValueError, match=ONE_LINE.format(message)):
+            read(saved)
+
+
+def test_a_cache_that_would_not_be_loaded_is_not_saved(tmp_path: pathlib.Path):
+    dims = dataclasses.replace(DIMS, hidden_size=(1 << 20) + 1)
+    cache = kvq.init_cache(SPEC, dims, 1, 40)
+    with pytest.raises(ValueError, match=ONE_LINE.format("this cache has hidden_size=1048577;")):
+        kvq.files.save(cache, tmp_path / "c")
+    assert not (tmp_path / "c").exists()
 
 
 def test_equal_caches_give_equal_bytes(saved: pathlib.Path):
@@ -208,6 +240,32 @@ def test_a_header_that_a_method_stumbles_over_is_refused(
         with pytest.raises(ValueError, match=told):
             kvq.files.load(saved)
         assert stumble.called
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES.values(), ">i4", ">f8"])
+def test_an_array_beside_a_cache_comes_back(dtype: str, tmp_path: pathlib.Path):
+    array = np.arange(6).reshape(2, 3).astype(jnp.dtype(dtype)).T
+    kvq.files.save(kvq.init_cache(SPEC, DIMS, 1, 40), tmp_path / "c", beside={"x": array})
+    kvq.files.load(tmp_path / "c")
+    loaded = kvq.files.load_beside(tmp_path / "c")["x"]
+    assert loaded.dtype.name == array.dtype.name
+    np.testing.assert_array_equal(loaded, array)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int4", np.longdouble, "complex128"])
+def test_an_array_that_would_not_come_back_is_not_saved(dtype: str, saved: pathlib.Path):
+    before = saved.read_bytes()
+    told = ONE_LINE.format(f"beside.x must be an array of numbers, got {jnp.dtype(dtype).name}, w")
+    with pytest.raises(ValueError, match=told):
+        kvq.files.save(kvq.files.load(saved), saved, beside={"x": np.zeros(2, jnp.dtype(dtype))})
+    assert saved.read_bytes() == before
+
+
+def test_an_array_that_numpy_cannot_read_is_refused(saved: pathlib.Path):
+    rewritten(saved, {"beside.x": np.zeros(2, jnp.float8_e4m3fn)})
+    for read in (kvq.files.load, kvq.files.load_beside):
+        with pytest.raises(ValueError, match=ONE_LINE.format("tensor beside.x is F8_E4M3, which")):
+            read(saved)
 
 
 def test_fingerprints_tell_trees_apart():
