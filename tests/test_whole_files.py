@@ -96,3 +96,37 @@ def test_a_link_to_a_file_stays_a_link(tmp_path: pathlib.Path):
     whole.write(link, "new")
     assert link.is_symlink()
     assert file.read_text() == "new"
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o755])
+def test_a_file_that_is_replaced_keeps_its_mode(mode: int, tmp_path: pathlib.Path):
+    file = tmp_path / "conversation"
+    file.write_text("old")
+    file.chmod(mode)
+    with whole.replacing(file) as unfinished:
+        unfinished.write_text("new")
+        readable = unfinished.parent.stat().st_mode & stat.S_IROTH
+        assert bool(readable) == (mode == 0o755), "others could read the new content"
+    assert file.read_text() == "new"
+    assert stat.S_IMODE(file.stat().st_mode) == mode
+
+
+def test_a_directory_that_is_replaced_and_its_files_keep_their_modes(tmp_path: pathlib.Path):
+    (tmp_path / "model" / "logs").mkdir(parents=True)
+    modes = {"model": 0o700, "model/logs": 0o750, "model/weights": 0o600, "model/logs/first": 0o640}
+    (tmp_path / "model" / "weights").touch()
+    (tmp_path / "model" / "logs" / "first").touch()
+    for name, mode in modes.items():
+        (tmp_path / name).chmod(mode)
+    with whole.replacing_directory(tmp_path / "model") as unfinished:
+        (unfinished / "logs").mkdir()
+        for name in ("weights", "added", "logs/first"):
+            (unfinished / name).write_text("new")
+    (tmp_path / "plain").touch()
+    plain = stat.S_IMODE((tmp_path / "plain").stat().st_mode)
+    kept = {
+        path.relative_to(tmp_path).as_posix(): stat.S_IMODE(path.stat().st_mode)
+        for path in tmp_path.rglob("*")
+    }
+    assert kept == modes | {"model/added": plain, "plain": plain}
+    assert (tmp_path / "model" / "weights").read_text() == "new"

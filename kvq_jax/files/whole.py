@@ -14,6 +14,7 @@ import errno
 import os
 import secrets
 import shutil
+import stat
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,9 +30,10 @@ _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a temporary path to write a file to, and move it over `path` at the end.
 
-    A link stays, and the file that it names is replaced. After an error or a kill, `path` is as it
-    was. Raise OSError if the folder of `path` is missing or cannot be written, or if `path` is a
-    device or a pipe: a rename would put a file in its place.
+    A link stays, and the file that it names is replaced. The new file has the mode of the old one:
+    who could not read that cannot read this, not even while it is written. After an error or a
+    kill, `path` is as it was. Raise OSError if the folder of `path` is missing or cannot be
+    written, or if `path` is a device or a pipe: a rename would put a file in its place.
     """
     _check_named(path)
     if os.path.isdir(path):
@@ -43,6 +45,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         content = folder / CONTENT
         with named_as(path, content):
             yield content
+            _keep_mode(content, path)
             _sync(content)
         os.replace(content, path)
         _sync(path.parent)
@@ -59,9 +62,10 @@ def replacing_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a new directory to fill, and move it as a whole to `path` at the end.
 
     An existing directory at `path` is replaced whole, in one step if the system can swap two
-    directories (Linux, on most file systems). Elsewhere there is a moment in which neither is
-    there. After a kill in that moment, the next writer in that folder puts the old one back. After
-    an error or a kill at any other moment, `path` is as it was. Folders above `path` are made.
+    directories (Linux, on most file systems). Elsewhere there is a moment
+    in which neither is there. After a kill in that moment, the next writer in that folder
+    puts the old one back. After an error or a kill at any other moment, `path` is as it was.
+    The new directory and its files keep the modes of the old. Folders above `path` are made.
     Raise OSError if that fails, and for the current folder: this process and the caller's shell
     would stay in the old one.
     """
@@ -76,9 +80,10 @@ def replacing_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
         with named_as(path, content):
             yield content
         for place, _, files in os.walk(content):
-            for name in files:
-                _sync(Path(place, name))
-            _sync(Path(place))
+            here = Path(place)
+            for new in (*(here / name for name in files), here):
+                _keep_mode(new, path / new.relative_to(content))
+                _sync(new)
         if path.is_dir() and any(path.iterdir()):
             _swap(content, path, folder / DISPLACED)
         else:
@@ -147,7 +152,7 @@ def _unfinished(path: Path) -> Iterator[Path]:
     while True:
         folder = path.with_name(f"{UNFINISHED}{secrets.token_hex(8)}")
         try:
-            folder.mkdir()
+            folder.mkdir(0o700 if _is_private(path) else 0o777)
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(path)) from None
         lock = filelock.FileLock(folder / "lock", timeout=0)
@@ -162,6 +167,20 @@ def _unfinished(path: Path) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
     finally:
         lock.release()
+
+
+def _keep_mode(new: Path, old: Path) -> None:
+    """Give a new file or directory the mode of the one that it replaces, if there is one of its
+    kind."""
+    if new.is_symlink() or not old.exists() or old.is_dir() != new.is_dir():
+        return
+    mode = stat.S_IMODE(old.stat().st_mode)
+    if mode != stat.S_IMODE(new.stat().st_mode):  # some file systems have one mode, and no chmod
+        new.chmod(mode)
+
+
+def _is_private(path: Path) -> bool:
+    return path.exists() and not path.stat().st_mode & stat.S_IROTH
 
 
 def _swap(content: Path, path: Path, displaced: Path) -> None:
