@@ -62,10 +62,10 @@ def replacing_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a new directory to fill, and move it as a whole to `path` at the end.
 
     An existing directory at `path` is replaced whole, in one step if the system can swap two
-    directories (Linux, on most file systems). Elsewhere there is a moment
-    in which neither is there. After a kill in that moment, the next writer in that folder
-    puts the old one back. After an error or a kill at any other moment, `path` is as it was.
-    The new directory and its files keep the modes of the old. Folders above `path` are made.
+    directories (Linux, on most file systems). Elsewhere there is a moment in which neither is
+    there. After a kill in that moment, the next writer in that folder puts the old one back. After
+    an error or a kill at any other moment, `path` is as it was. The new directory and its files
+    keep the modes of the old. Folders above `path` are made.
     Raise OSError if that fails, and for the current folder: this process and the caller's shell
     would stay in the old one.
     """
