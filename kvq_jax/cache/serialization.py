@@ -33,7 +33,7 @@ from kvq_jax.cache.saved_header import VERSION, WITHOUT_CHECKSUM, read_header, w
 from kvq_jax.cache.spec import CacheSpec, parse
 from kvq_jax.files.checksum import DTYPES, Checksum, read_tensor, save_tensors
 from kvq_jax.placement.placement import Placement
-from kvq_jax.placement.processes import fetched
+from kvq_jax.placement.processes import fetched, in_first
 from kvq_jax.types.array_types import ModelDims, Tree
 
 BESIDE = "beside."
@@ -76,7 +76,8 @@ def save_cache(
     """Write a cache to a file, bit for bit. The file appears complete or not at all.
 
     A cache on a mesh is written as one device would hold it, so any placement can load it. If
-    several processes hold it, all must call this: the first one writes, and all wait for it.
+    several processes hold it, all must call this: the first one writes, all wait for it, and
+    all raise if it cannot.
 
     Args:
         cache: the cache.
@@ -99,12 +100,7 @@ def save_cache(
         for (name, leaf), order in zip(_named(cache).items(), orders(cache), strict=True)
     }
     tensors |= kept
-    if jax.process_index() == 0:
-        save_tensors(path, tensors, header)
-    if jax.process_count() > 1:
-        from jax.experimental import multihost_utils  # here, as it takes time to import
-
-        multihost_utils.sync_global_devices(f"saved {path}")
+    in_first(lambda: save_tensors(path, tensors, header), path)
 
 
 def _kept(beside: Mapping[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:

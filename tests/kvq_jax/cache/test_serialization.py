@@ -1,6 +1,7 @@
 """Saved caches: bit-exact round trips, and files that are refused with one line that says why."""
 
 import dataclasses
+import errno
 import json
 import os
 import pathlib
@@ -12,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import multihost_utils
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
@@ -227,6 +229,28 @@ def test_a_new_file_has_the_mode_that_the_umask_asks_for(tmp_path: pathlib.Path)
         os.umask(old)
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
     assert modes == {"c.safetensors": 0o640, "plain": 0o640}
+
+
+def test_all_processes_raise_if_the_one_that_writes_cannot(
+    saved: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Processes that wait for one that has raised would wait forever."""
+    cache, told = kvq.files.load(saved), []
+
+    def broadcast(number: np.int32) -> np.int32:
+        told.append(int(number))
+        return np.int32(told[0])  # what the first process says
+
+    monkeypatch.setattr(multihost_utils, "broadcast_one_to_all", broadcast)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    for rank in (0, 1):
+        monkeypatch.setattr(jax, "process_index", lambda rank=rank: rank)
+        with pytest.raises(FileNotFoundError, match=r"No such file or directory.*missing"):
+            kvq.files.save(cache, saved.parent / "missing" / "c")
+    assert told == [errno.ENOENT, 0]
+    told[:] = [0]
+    kvq.files.save(cache, saved.with_name("unwritten"))
+    assert not saved.with_name("unwritten").exists(), "only the first process writes"
 
 
 def test_a_header_that_a_method_stumbles_over_is_refused(
