@@ -93,7 +93,7 @@ def attend(
         of_body = attention_in_pieces(*arguments.arrays, **arguments.options, launch=launch)
         positions, capacity, dtype = inputs.positions, plan.regions.capacity, inputs.q_rot.dtype
         if after.floor is not None:
-            lost = streaming.below_floor(plan, positions, after.floor)
+            lost = streaming.below_floor(plan, positions, after.floor) & inputs.valid
             positions = jnp.where(lost, capacity, positions)
         return merged_output(
             [*of_windows, *of_body],

@@ -108,10 +108,12 @@ def without_lost(
 ) -> QueryBNTH:
     """Return attention with NaN for tokens past the capacity, and for those whose window reaches
     below `floor`, the first body token that is held after a trim. It is 0 for other tokens that are
-    not stored: products of packed weights skip rows of zeros."""
+    not stored: products of packed weights skip rows of zeros.
+
+    The positions of padding are below the capacity (`layer_step.new_tokens`)."""
     lost = inputs.positions >= plan.regions.capacity
     if floor is not None:
-        lost |= below_floor(plan, inputs.positions, floor)
+        lost |= below_floor(plan, inputs.positions, floor) & inputs.valid
     stored = jnp.where(inputs.valid[:, None, :, None], out, 0)
     return jnp.where(lost[:, None, :, None], jnp.nan, stored)
 

@@ -166,9 +166,9 @@ class CachePlan:
 
         Returns:
             (out, cache): the attention, in the dtype, the shape and the layout of q, and the cache
-            with the tokens added. `out` is finite and unspecified at padding. With lse=True,
-            (out, lse, cache), with the logarithm of the sum that the softmax divides by, fp32
-            [B, T, N] or [B, N, T].
+            with the tokens added. `out` is finite and unspecified at padding, but may be NaN at the
+            first token of a row of length 0 that is full. With lse=True, (out, lse, cache), with
+            the logarithm of the sum that the softmax divides by, fp32 [B, T, N] or [B, N, T].
 
         Raises:
             ValueError: in one line, if a shape does not fit, the method needs an array that is

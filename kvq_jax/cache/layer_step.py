@@ -195,7 +195,11 @@ def new_tokens(
     placement: Placement | None,
 ) -> tuple[PositionsBT, ValidBT]:
     """Return the positions of T new tokens after the first `before` of each row, and a mask of
-    those that are stored: the first lengths[b] (default: all) that the capacity has room for."""
+    those that are stored: the first lengths[b] (default: all) that the capacity has room for.
+
+    A position past the capacity is that of a real token, which is lost. Padding ends below it, but
+    for the first token of a row without room: its position is the row's length.
+    """
     batch, tokens = before.shape[0], positive("tokens", tokens)
     with crossing(placement) as mesh:
         new = jnp.arange(tokens, dtype=jnp.int32)[None]
@@ -207,6 +211,8 @@ def new_tokens(
                 raise ValueError(f"lengths must be [{batch}], got shape {real.shape}")
             check_at_most("lengths", lengths, tokens)
             valid &= new < real[:, None]
+            real_or_first = new < jnp.maximum(real, 1)[:, None]
+            positions = jnp.where(real_or_first, positions, jnp.minimum(positions, capacity - 1))
         positions, valid = mesh.everywhere((positions, valid))
     return mesh.handed(positions), mesh.handed(valid)
 

@@ -145,7 +145,8 @@ def append_and_attend(
 
     Returns:
         (out, step): the attention and the step for the next layer. `out` is [B, N, T, H] in the
-        dtype of q, finite and unspecified at padding, and NaN past the capacity.
+        dtype of q, finite and unspecified at padding, and NaN past the capacity. The first token of
+        a row of length 0 that is full may be NaN too.
 
     Raises:
         ValueError: in one line, if a shape does not fit the cache, the method needs an array that

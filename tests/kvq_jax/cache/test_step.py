@@ -135,6 +135,18 @@ def test_a_prompt_that_does_not_fit_is_cut_and_says_so():
         assert np.isnan(out[:, :, CAPACITY:]).all()
 
 
+@pytest.mark.parametrize("prefill", [True, False])
+def test_padding_past_the_capacity_is_finite_and_real_tokens_there_are_nan(prefill: bool):
+    real = [4, CAPACITY + 2]
+    found, _, cache = through(new(), [0, 0], CAPACITY + 8, real, prefill=prefill)
+    assert cache.lengths.tolist() == [4, CAPACITY]
+    for out in found:
+        assert np.isfinite(out[0]).all()
+        lost = np.isnan(out[1]).all(axis=(0, 2))
+        assert np.flatnonzero(lost).tolist() == [CAPACITY, CAPACITY + 1]
+        assert np.isfinite(out[1][:, ~lost]).all()
+
+
 def test_steps_in_a_scan_equal_single_steps():
     _, _, start = through(new(), [0, 0], 20, prefill=True)
     per_layer = [given([20, 20], 6, seed) for seed in range(2)]
