@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from kvq_jax.arrays.stored import load_body
@@ -18,7 +19,7 @@ from kvq_jax.cache.spec import CacheSpec
 from kvq_jax.layer.attention import of_layer
 from kvq_jax.layer.plan import LayerPlan, LayerState
 from kvq_jax.types.array_types import ModelDims
-from kvq_jax.types.integers import integer
+from kvq_jax.types.integers import integer, positive
 
 
 def nbytes(tree: Any) -> int:
@@ -43,7 +44,11 @@ def dense_nbytes(
         batch: B, the number of sequences.
         capacity: S, the tokens of each sequence.
         dtype: the dtype of keys and values.
+
+    Raises:
+        ValueError: in one line, if the batch or the capacity is not an integer of at least 1.
     """
+    batch, capacity = positive("batch", batch), positive("capacity", capacity)
     d = dims_of(config)
     elements = 0
     for layer in range(d.num_hidden_layers):
@@ -91,7 +96,8 @@ def body_bits_per_element(
         ValueError: as `init_cache`.
     """
     bits = elements = 0
-    for plan, layers in Counter(plans_for(spec, config, "bfloat16", capacity or 1)).items():
+    plans = plans_for(spec, config, "bfloat16", 1 if capacity is None else capacity)
+    for plan, layers in Counter(plans).items():
         tokens = plan.regions.block * 32
         counted = layers * (1 if capacity is None else max_blocks(plan))
         for codec in plan.codecs:
@@ -184,10 +190,13 @@ def outlier_totals(cache: Cache) -> tuple[dict[str, OutlierTotals], ...]:
                 body = load_body(codec.body(1, plan.heads, plan.regions.block), stored)
                 counts = codec.facts.outliers.counts(body)
                 runs = counts.kept.shape[1]
-                # the first token of each run
-                first = jnp.arange(runs, dtype=jnp.int32) * regions.held_capacity // max(1, runs)
+                # the first token of each run, of products that int32 may not hold
+                first = np.arange(runs, dtype=np.int64) * regions.held_capacity // max(1, runs)
                 in_body = regions.aged_tokens(cache.lengths)
-                live = first[None] < jnp.minimum(in_body, regions.read_capacity)[:, None]
+                live = (
+                    first.astype(np.int32)[None]
+                    < jnp.minimum(in_body, regions.read_capacity)[:, None]
+                )
                 by_side[side] = OutlierTotals(
                     *(int(jnp.sum(jnp.where(live, count, 0))) for count in counts)
                 )

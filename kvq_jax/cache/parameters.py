@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Float
 
@@ -80,7 +81,11 @@ def prepare_layer(
 
     def with_calibrated(side: Side, codec: Codec, side_params: Tree) -> Tree:
         owner = f"{str(spec)!r}, {side} of layer {layer}"
-        return _with_calibrated(owner, codec, sizes, side_params, (calibrated or {}).get(side))
+        arrays = (calibrated or {}).get(side)
+        params = _with_calibrated(owner, codec, sizes, side_params, arrays)
+        for name, array in (arrays or {}).items() if codec.learning.brought else ():
+            _check_scales(f"calibrated[{side!r}][{name!r}]", array)
+        return params
 
     k = with_calibrated("k", plan.k, from_weights[0])
     v = with_calibrated("v", plan.v, from_weights[1])
@@ -275,6 +280,17 @@ def _with_calibrated(
     return (from_weights or {}) | codec.learning.carry(arrays)
 
 
+def _check_scales(name: str, scales: ArrayLike) -> None:
+    """Raise ValueError if a known scale of a checkpoint is not positive and finite: codes are rows
+    divided by it."""
+    if isinstance(scales, Tracer):
+        return
+    host = np.asarray(scales, np.float32)
+    wrong = host[~(np.isfinite(host) & (host > 0))]
+    if wrong.size:
+        raise ValueError(f"{name} must be positive and finite, got {wrong[0]}")
+
+
 def _check_weights(weights: LayerWeights, dims: CacheDims) -> None:
     """Raise ValueError if a weight is not of this layer: a bias of one head would be broadcast."""
     width, heads = dims.hidden_size, dims.num_key_value_heads * dims.head_dim
@@ -314,6 +330,9 @@ def _query_moments(queries: ArrayLike, dims: CacheDims) -> QueryMoments:
             f"queries must be [B, {dims.num_attention_heads}, T, {dims.head_dim}], got shape"
             f" {list(shape)}"
         )
-    q = np.asarray(queries, np.float32).reshape(shape[0], heads, -1, shape[3])
+    q = np.asarray(queries, np.float32)
+    if not q.size or not np.isfinite(q).all():
+        raise ValueError(f"queries must be finite, of at least one token, got shape {list(shape)}")
+    q = q.reshape(shape[0], heads, -1, shape[3])
     q = np.moveaxis(q, 1, 0).reshape(heads, -1, shape[3])
     return np.swapaxes(q, 1, 2) @ q / q.shape[1]

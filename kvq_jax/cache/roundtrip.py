@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from kvq_jax.cache.cache import CacheDims
 from kvq_jax.cache.call_layout import Layout, check_floats, tokens_of
-from kvq_jax.cache.spec import CacheSpec, parse
+from kvq_jax.cache.spec import MAX_LAYERS, CacheSpec, parse
 from kvq_jax.codecs.codec import MissingInputError, TokensAt
 from kvq_jax.layer import cross_layer
 from kvq_jax.layer.attention import PLAIN, Attention
@@ -50,14 +50,17 @@ def roundtrip_layer(
         layer above.
 
     Raises:
-        ValueError: if the spec cannot be read, or its options do not fit the model.
+        ValueError: if the spec cannot be read, its options do not fit the model, or a spec can
+            name no such layer.
     """
-    spec = parse(spec)
+    spec, number = parse(spec), integer(layer, 0)
+    if number is None or number >= MAX_LAYERS:
+        raise ValueError(f"{layer=} must be an integer from 0 to {MAX_LAYERS - 1}")
     batch, heads, tokens, head_dim = inputs.v.shape
     width = head_dim * heads if inputs.x is None else inputs.x.shape[-1]
-    layers = (attention,) * (layer + 1)
-    dims = CacheDims(layer + 1, inputs.q_rot.shape[1], heads, head_dim, width, layers)
-    run = functools.partial(_roundtrip, spec.layer(layer, dims, tokens, "float32"))
+    layers = (attention,) * (number + 1)
+    dims = CacheDims(number + 1, inputs.q_rot.shape[1], heads, head_dim, width, layers)
+    run = functools.partial(_roundtrip, spec.layer(number, dims, tokens, "float32"))
     arrays = inputs, params, carry
     if not any(map(explicit_axes, jax.tree.leaves(arrays))):
         return run(*arrays)

@@ -297,7 +297,8 @@ def _value(where: str, text: str, field: dataclasses.Field) -> Any:
         raise ValueError(
             f"{where}={text} is not allowed; choose from {', '.join(map(str, choices))}"
         )
-    if not choices and isinstance(value, int | float) and not 0 <= value < math.inf:
+    numbers = () if choices else tuple(v for v in values if isinstance(v, int | float))
+    if any(not 0 <= number < math.inf for number in numbers):
         raise ValueError(
             f"{where}={text} must be {'finite and ' if isinstance(value, float) else ''}not"
             " negative"

@@ -52,7 +52,7 @@ def positive(name: str, value: Any) -> int:
             raise ValueError(f"{name} must be an integer that is known when a program is traced")
         if shape := getattr(value, "shape", ()):
             raise ValueError(f"{name} must be one integer, got an array {list(shape)}")
-        raise ValueError(f"{name}={value} must be an integer of at least 1")
+        raise ValueError(f"{name}={value!r} must be an integer of at least 1")
     return number
 
 

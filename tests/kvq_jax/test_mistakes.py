@@ -37,6 +37,12 @@ def attended(*arrays: Any, prefill: Any = True, **options: Any) -> Any:
     return kvq.append_and_attend(begun(cache(), prefill), *arrays, **options)
 
 
+def rebuilt(layer: int) -> Any:
+    positions = jnp.zeros((2, 3), jnp.int32)
+    inputs = kvq.types.LayerInputs(None, None, Q, None, K, K, positions, positions == 0, None)
+    return kvq.cache.roundtrip_layer(SPEC, inputs, layer=layer)
+
+
 FILE = pathlib.Path("never-written")
 OF_A_LAYER = "takes a cache of kvq.init_cache, got LayerCache; the cache of one layer goes to"
 MISTAKES = [
@@ -110,10 +116,12 @@ MISTAKES = [
     ),
     (
         lambda: kvq.layer_plan(SPEC, kvq.CacheDims("2", 4, 2, 32, 64), layer=0, capacity=8),
-        "num_hidden_layers=2 must be an integer of at least 1",
+        "num_hidden_layers='2' must be an integer of at least 1",
     ),
     (lambda: kvq.roundtrip(SPEC, K, K, layer=-1), "layer=-1 must be an integer of at least 0"),
     (lambda: kvq.roundtrip(SPEC, K, K, layer="0"), "layer='0' must be an integer of at least 0"),
+    (lambda: rebuilt(-1), "layer=-1 must be an integer from 0 to 4095"),
+    (lambda: rebuilt(10**12), "layer=1000000000000 must be an integer from 0 to 4095"),
     (
         lambda: kvq.roundtrip(SPEC, K.astype(int), K.astype(int)),
         "k must hold floats, such as float32, got int32",

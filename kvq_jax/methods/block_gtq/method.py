@@ -73,6 +73,8 @@ class BlockGTQ(Method):
             return self
         count = self._chunks(dims.head_dim)
         layers = [layer for layer, one in enumerate(calibrated["k"]) if one]
+        if not layers:
+            return self
         energies = [[chunk_energies(calibrated["k"][i]["energies"], count)] for i in layers]
         chosen = layer_widths(energies, [self._budget(count)], PROFILES, ERRORS, MIN_BITS)
         # Layers without parameters stay in full precision, whatever their widths.

@@ -93,6 +93,8 @@ class Waterfill(Method):
         layers = list(zip(*calibrated.values(), strict=True))
         # Layers without parameters stay in full precision, whatever their widths.
         known = [layer for layer, sides in enumerate(layers) if all(sides)]
+        if not known:
+            return self
         head_dims = {layer: head_dim_at(dims, layer) for layer in known}
         sizes, fitted = dict.fromkeys(head_dims.values()), dict[int, list[tuple[int, ...]]]()
         profiles = max(1, PROFILES // max(1, len(sizes)))

@@ -1,7 +1,8 @@
 """Layouts, axes and byte counts: what is promised is what is allocated."""
 
 import dataclasses
-from typing import ClassVar, get_args
+from collections.abc import Callable
+from typing import Any, ClassVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -174,6 +175,38 @@ def test_an_unknown_methods_outliers_in_a_cache_are_those_of_its_live_tokens(toy
     filled = dataclasses.replace(cache, layers=layers, lengths=lengths)
     kept = DIMS.num_hidden_layers * 2 * (8 * heads - 1)
     assert kvq.size.dropped_outliers(filled) == (0, kept)
+
+
+def test_outliers_of_a_long_body_are_those_of_its_live_tokens_too(toy: None):
+    """A token's number times the body's tokens does not fit int32."""
+    cache = kvq.init_cache("toy", kvq.CacheDims(1, 1, 1, 8, 8), 1, 60_003, "float32")
+    [plan], [layer] = cache.plans, cache.layers
+    rows = jnp.ones((1, 1, plan.regions.body_capacity, 8))
+    bodies = tuple(codec.quantize((), (), rows, PROMPT) for codec in plan.codecs)
+    filled = dataclasses.replace(
+        cache,
+        layers=(dataclasses.replace(layer, body=bodies),),
+        lengths=jnp.asarray([3 + 8], jnp.int32),
+    )
+    assert kvq.size.dropped_outliers(filled) == (0, 2 * 8)
+
+
+@pytest.mark.usefixtures("types_unchecked")
+@pytest.mark.parametrize(
+    ("count", "given", "message"),
+    [
+        (kvq.size.dense_nbytes, (DIMS, -3, 8), "batch=-3 must be an integer of at least 1"),
+        (kvq.size.dense_nbytes, (DIMS, 1, "100"), "capacity='100' must be an integer of at least"),
+        (kvq.size.dense_nbytes, (DIMS, 1, 0), "capacity=0 must be an integer of at least 1"),
+        (kvq.size.bits_per_element, ("kivi", DIMS, 0), "capacity=0 must be an integer of at least"),
+        (kvq.size.body_bits_per_element, ("kivi", DIMS, 0), "capacity=0 must be an integer of at"),
+    ],
+)
+def test_a_batch_or_a_capacity_that_no_cache_has_is_refused(
+    count: Callable[..., Any], given: tuple[Any, ...], message: str
+):
+    with pytest.raises(ValueError, match=rf"\A{message}[^\n]*\Z"):
+        count(*given)
 
 
 def test_a_codec_that_stores_its_own_arrays_states_its_own_facts():

@@ -104,6 +104,16 @@ def calibrated_on(of_rows: dict[str, np.ndarray], gradients: dict[str, np.ndarra
     return kvq.parameters.calibrate(SPEC, DIMS, 0, of_rows, gradients)
 
 
+def fitted_to(queries: np.ndarray) -> Any:
+    return kvq.parameters.calibrate("block_gtq", DIMS, 0, rows(), ones(rows()), queries)
+
+
+def scaled(of_values: float) -> Any:
+    dims = dataclasses.replace(DIMS, kv_scales=True)
+    calibrated = {"k": {"scale": np.ones(2)}, "v": {"scale": np.array([1.0, of_values])}}
+    return kvq.parameters.prepare("fp8", dims, 0, calibrated=calibrated)
+
+
 REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: prepared("kivi", -1), "layer=-1, but the model has layers 0 to 1"),
     (lambda: prepared("kivi", 2), "layer=2, but the model has layers 0 to 1"),
@@ -125,12 +135,27 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: calibrated_on({"k": rows()["k"]}, ones(rows())), r"give rows\['v'\] and gradients"),
     (lambda: calibrated_on(rows() | {"k": rows()["k"][0]}, ones(rows())), r"rows\['k'\] must be"),
     (lambda: calibrated_on(rows(), ones(rows(80))), "have 180 and 160 tokens"),
+    (
+        lambda: fitted_to(np.ones((1, 4, 0, 32))),
+        r"queries must be finite, .*got shape \[1, 4, 0, 3",
+    ),
+    (lambda: fitted_to(np.full((1, 4, 3, 32), np.nan)), "queries must be finite"),
+    (lambda: scaled(0.0), r"calibrated\['v'\]\['scale'\] must be positive and finite, got 0.0"),
+    (lambda: scaled(-1.0), r"calibrated\['v'\]\['scale'\] must be positive and finite, got -1.0"),
+    (lambda: scaled(np.nan), r"calibrated\['v'\]\['scale'\] must be positive and finite, got nan"),
+    (lambda: scaled(np.inf), r"calibrated\['v'\]\['scale'\] must be positive and finite, got inf"),
 ]
 
 
 @pytest.mark.parametrize(("call", "message"), REFUSED)
 def test_what_is_missing_or_of_another_model_is_named(call: Callable[[], Any], message: str):
     refused(message, call)
+
+
+@pytest.mark.parametrize("spec", ["waterfill", "waterfill:key_basis=eigen", "block_gtq"])
+def test_a_calibration_of_no_layer_leaves_the_options_open(spec: str):
+    method = kvq.parse(spec).k
+    assert method.fitted({"k": [{}, {}], "v": [{}, {}]}, DIMS) == method
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])

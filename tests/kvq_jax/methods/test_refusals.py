@@ -12,6 +12,9 @@ TINY, SMALL = CacheDims(1, 4, 2, 32, 128), CacheDims(4, 4, 2, 64, 256)
 LLAMA_2_7B, LLAMA_3_8B = CacheDims(32, 32, 32, 128, 4096), CacheDims(32, 32, 8, 128, 4096)
 # (spec, model, expressions that all match the message)
 REFUSED = [
+    # values of layers
+    ("waterfill:k_widths=-4@0/44", SMALL, r"\Awaterfill:k_widths=-4@0/44 must be not negative"),
+    ("block_gtq:k_widths=44@1/-4", SMALL, r"\Ablock_gtq:k_widths=44@1/-4 must be not negative"),
     # groups and blocks
     (
         "kivi:group_size=48,block=48",
