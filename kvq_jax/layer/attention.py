@@ -16,7 +16,8 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-MAX_NUMBER = 2.0**62  # of the numbers below
+# of the numbers below, which fp32 holds with their squares
+MIN_NUMBER, MAX_NUMBER = 2.0**-62, 2.0**62
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +33,8 @@ class Attention:
             value.
 
     Raises:
-        ValueError: in one line, for a window, scale or cap that is not positive and finite.
+        ValueError: in one line, for a window, scale or cap that is not positive and finite, or
+            beyond 2**-62 to 2**62.
     """
 
     window: int | None = None
@@ -49,8 +51,11 @@ class Attention:
                 number = 0 if isinstance(value, bool | str) else plain(value)
             except (TypeError, ValueError, OverflowError):
                 number = 0
-            if not 0 < number < MAX_NUMBER:
-                raise ValueError(f"attention {name}={value!r} must be positive and finite, or None")
+            if not MIN_NUMBER <= number < MAX_NUMBER:
+                raise ValueError(
+                    f"attention {name}={value!r} must be positive and finite, or None: from 2**-62"
+                    " to 2**62"
+                )
             if not isinstance(value, int):  # a scalar of NumPy or JAX
                 object.__setattr__(self, name, number)
         if not isinstance(self.sinks, bool):

@@ -163,6 +163,8 @@ def test_a_window_that_holds_the_whole_cache_is_none():
         {"scale": -1.0},
         {"soft_cap": float("inf")},
         {"scale": float("nan")},
+        {"scale": 1e-46},
+        {"soft_cap": 1e-46},
         {"sinks": 1},
     ],
 )
