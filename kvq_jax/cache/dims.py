@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -56,8 +57,12 @@ class CacheDims:
                 "attention must be a kvq.Attention for each layer, got one: give"
                 " (attention,) * num_hidden_layers"
             )
+        for name in ("attention", "layer_heads"):
+            if not isinstance(getattr(self, name), Iterable):
+                given = type(getattr(self, name)).__name__
+                raise ValueError(f"{name} must have an entry for each layer, or none, got {given}")
         plain = {name: _plain(getattr(self, name)) for name in SIZES}
-        heads = (LayerHeads(*map(_plain, layer)) for layer in self.layer_heads)
+        heads = map(_layer_heads, self.layer_heads)
         plain |= {"attention": tuple(self.attention), "layer_heads": tuple(heads)}
         for name, value in plain.items():
             object.__setattr__(self, name, value)
@@ -102,6 +107,12 @@ class CacheDims:
 
 # the fields of CacheDims that are numbers
 SIZES = tuple(field.name for field in dataclasses.fields(CacheDims) if field.type == "int")
+
+
+def _layer_heads(sizes: Any) -> LayerHeads:
+    if not isinstance(sizes, Iterable) or len(pair := tuple(sizes)) != 2:
+        raise ValueError(f"layer_heads must be (K, H) for each layer, got {sizes!r} for one")
+    return LayerHeads(*map(_plain, pair))
 
 
 def _plain(size: Any) -> Any:

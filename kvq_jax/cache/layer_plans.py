@@ -29,7 +29,7 @@ from kvq_jax.cache.layer_cache import LayerCache
 from kvq_jax.cache.spec import CacheSpec, parse
 from kvq_jax.layer.attention import Attention
 from kvq_jax.layer.plan import LayerPlan
-from kvq_jax.placement.allowed import check_rows
+from kvq_jax.placement.allowed import check_kind, check_rows
 from kvq_jax.placement.placement import Placement
 from kvq_jax.types.array_types import Integers, LayerInputs, ModelDims, PositionsBT, Tree
 from kvq_jax.types.integers import positive
@@ -99,6 +99,7 @@ class CachePlan:
             lengths: [B] integers, the real tokens of each row. Default: all.
             padding: the side of the padding.
         """
+        layer_step.check_kind(cache)
         where, _ = self._new(cache, tokens, lengths)
         shift = call_layout.left_padding(tokens, lengths, padding)
         return where if shift is None else jnp.maximum(where - shift[:, None], 0)
@@ -215,6 +216,7 @@ class CachePlan:
             raise ValueError(f"{self.spec!r} reads queries: give append q")
         if q is None:
             heads, tokens = self.dims.num_attention_heads, call_layout.tokens_of("k", k, layout)
+            call_layout.check_floats("k", k)  # or the message would be about q
             shape = (len(k), tokens, heads) if layout == "BTNH" else (len(k), heads, tokens)
             q = jnp.zeros((*shape, self.dims.head_dim), k.dtype)
         arrays = dict(q=q, k=k, v=v, k_pre=k_pre, x=x, residual=residual)
@@ -240,7 +242,9 @@ class CachePlan:
 
         Returns:
             (k, v), fp32 [B, S, K, H] or [B, K, S, H]. Token p of a row is at index p. Entries from
-            the row's length on are unspecified: mask them.
+            the row's length on are unspecified: mask them. A layer with a window keeps the last
+            window - 1 tokens of a row, which a new one sees, and perhaps more. Older ones that it
+            no longer keeps are zeros: mask them too.
 
         Raises:
             ValueError: if the body is dealt out to the devices of a mesh, parameters are missing,
@@ -370,6 +374,7 @@ def layer_plan(
     spec, sizes = parse(spec), dims_of(dims)
     capacity = positive("capacity", capacity)
     check_layer(layer, sizes)
+    check_kind(placement)
     sizes = sizes if attention is None else sizes.attending(attention)
     name = row_dtype(dims, dtype)
     plan = plans(spec, sizes, capacity, name, placement)[layer]

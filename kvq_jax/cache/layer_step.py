@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array
@@ -73,14 +74,19 @@ def _is_pair(params: Tree) -> bool:
     )
 
 
-def check_made(cache: LayerCache, plan: LayerPlan, dtype: str) -> None:
-    """Raise ValueError if a layer's cache was consumed, or another plan made it: one with room for
-    other tokens or with another dtype would be read in silence."""
+def check_kind(cache: LayerCache) -> None:
+    """Raise ValueError if this is not the cache of one layer, or a call has consumed it."""
     check_held(cache)
     if not isinstance(cache, LayerCache):
         raise ValueError(
             f"a plan takes the LayerCache that its init makes, got {type(cache).__name__}"
         )
+
+
+def check_made(cache: LayerCache, plan: LayerPlan, dtype: str) -> None:
+    """Raise ValueError if a layer's cache was consumed, or another plan made it: one with room for
+    other tokens or with another dtype would be read in silence."""
+    check_kind(cache)
     rows, given = jnp.shape(cache.lengths), _kinds(cache.state)
     wanted = _made(plan, rows[0], dtype) if len(rows) == 1 else {}
     differing = [name for name, kind in wanted.items() if given[name] != kind]
@@ -224,6 +230,20 @@ def counted(lengths: LengthsB, valid: ValidBT, placement: Placement | None) -> L
         return mesh.everywhere(lengths + added)
 
 
+def check_static(prefill: bool, implementation: Implementation) -> None:
+    """Raise ValueError, in one line, if `prefill` is traced, an array, or not True or False, or
+    `implementation` names none."""
+    if isinstance(prefill, Tracer):
+        raise ValueError("prefill is traced: name it in the static_argnames of your jax.jit")
+    if isinstance(prefill, jax.Array | np.ndarray):
+        raise ValueError("prefill is an array: give True for a prompt or False, which are static")
+    if prefill not in (True, False):
+        raise ValueError(f"{prefill=} must be True for a prompt or False for generated tokens")
+    named = isinstance(implementation, str) and implementation in ("xla", "pallas", "native")
+    if not named and not isinstance(implementation, dispatch.Launch | None):
+        raise ValueError(f"{implementation=}: choose 'xla', 'pallas' or 'native'")
+
+
 def run_layer(
     plan: LayerPlan,
     dims: CacheDims,
@@ -238,16 +258,13 @@ def run_layer(
     attend: bool = True,
 ) -> tuple[QueryBNTH, LayerState, Tree]:
     """Return (out, state, carry): the attention of new tokens, and the layer's state with them
-    added. Shapes are not checked. Raise ValueError if `prefill` is traced or neither True nor
-    False, or the rotation is another than kvq's, such as tables of cosines.
+    added. Shapes are not checked. Raise ValueError if `prefill` is not True or False, or the
+    rotation is another than kvq's, such as tables of cosines.
 
     Without `attend`, the attention is unspecified and not computed: a prompt's attention is the
     same in all caches that it goes into.
     """
-    if isinstance(prefill, Tracer):
-        raise ValueError("prefill is traced: name it in the static_argnames of your jax.jit")
-    if prefill not in (True, False):
-        raise ValueError(f"{prefill=} must be True for a prompt or False for generated tokens")
+    check_static(prefill, implementation)
     if inputs.rope is not None and not isinstance(inputs.rope, Rope):
         raise ValueError(
             "rope must be kvq.types.Rope(inverse_frequencies, attention_factor), got"

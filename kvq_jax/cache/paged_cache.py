@@ -32,7 +32,7 @@ from kvq_jax.cache.layer_cache import LayerCache
 from kvq_jax.cache.layer_plans import CachePlan
 from kvq_jax.layer.plan import Sides
 from kvq_jax.types.array_types import Integers
-from kvq_jax.types.integers import int32
+from kvq_jax.types.integers import int32, integer, positive
 from kvq_jax.types.pytree import pytree
 
 
@@ -83,10 +83,14 @@ class PagedPlan:
 
     def blocks(self, tokens: int) -> int:
         """Return the number of pages that a sequence of `tokens` has written."""
-        return self.plan.layer.regions.aged_tokens(tokens) // self.page_tokens
+        count = integer(tokens, 0)
+        if count is None:
+            raise ValueError(f"{tokens=} must be an integer of at least 0")
+        return self.plan.layer.regions.aged_tokens(count) // self.page_tokens
 
     def init(self, pages: int, slots: int) -> PagedCache:
         """Return a cache of empty slots."""
+        pages, slots = positive("pages", pages), positive("slots", slots)
         return PagedCache(self._pages(pages), jax.jit(lambda: self._slots(slots))())
 
     def attend(
@@ -109,6 +113,9 @@ class PagedPlan:
         Raises:
             ValueError: as `CachePlan.attend`, and for a table that does not fit.
         """
+        asked = options.pop("implementation", None)
+        if asked not in (None, "xla"):
+            raise ValueError(f"implementation={asked!r} reads no pages: leave it out")
         layer = self._joined(cache, table)
         *out, after = self.plan.attend(layer, q, k, v, implementation="xla", **options)
         pages = tuple(body.pages for body in after.state.body)
@@ -129,6 +136,7 @@ class PagedPlan:
         Raises:
             ValueError: if one is not the number of a slot.
         """
+        _check_paged(cache)
         slots = len(cache.slots.lengths)
         source, target = (
             _slot(name, number, slots) for name, number in (("source", source), ("target", target))
@@ -150,7 +158,7 @@ class PagedPlan:
 
     def _joined(self, cache: PagedCache, table: Integers) -> LayerCache:
         """Return the cache with the pages as its body."""
-        check_held(cache)
+        _check_paged(cache)
         pages, slots = len(jax.tree.leaves(cache.pages)[0]), cache.slots
         blocks = self._checked(table, len(slots.lengths), pages)
         body = tuple(PagedBody(arrays, blocks) for arrays in cache.pages)
@@ -168,6 +176,15 @@ class PagedPlan:
                     f" {pages - 1}"
                 )
         return blocks
+
+
+def _check_paged(cache: PagedCache) -> None:
+    """Raise ValueError if this is not a cache of pages, or a call has consumed it."""
+    if not isinstance(cache, PagedCache):
+        raise ValueError(
+            f"this call takes the PagedCache of PagedPlan.init, got {type(cache).__name__}"
+        )
+    check_held(cache)
 
 
 def _slot(name: str, number: Integers, slots: int) -> Int[Array, ""]:

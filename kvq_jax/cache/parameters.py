@@ -82,6 +82,10 @@ def prepare_layer(
     def with_calibrated(side: Side, codec: Codec, side_params: Tree) -> Tree:
         owner = f"{str(spec)!r}, {side} of layer {layer}"
         arrays = (calibrated or {}).get(side)
+        if not isinstance(arrays, Mapping | None):
+            raise ValueError(
+                f"calibrated[{side!r}] must be arrays by name, got {type(arrays).__name__}"
+            )
         params = _with_calibrated(owner, codec, sizes, side_params, arrays)
         for name, array in (arrays or {}).items() if codec.learning.brought else ():
             _check_scales(f"calibrated[{side!r}][{name!r}]", array)
@@ -126,6 +130,11 @@ def calibrate_layer(
     """
     spec, sizes = parse(spec), dims_of(dims)
     check_layer(layer, sizes)
+    for name, given in (("rows", rows), ("gradients", gradients)):
+        if not isinstance(given, Mapping | None):
+            raise ValueError(
+                f"{name} must be arrays by side, 'k' and 'v', got {type(given).__name__}"
+            )
     plan, sizes, calibrated = parameter_plans(spec, sizes)[layer], sizes.at(layer), {}
     moments = None if queries is None else _query_moments(queries, sizes)
     sides: tuple[tuple[Side, Codec], ...] = (("k", plan.k), ("v", plan.v))

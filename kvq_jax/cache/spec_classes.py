@@ -9,11 +9,12 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from kvq_jax.cache.spec import CACHE_OPTIONS, CacheSpec, parse, value_text, write_layers
 from kvq_jax.methods.registry import METHODS, register_installed
+from kvq_jax.types.integers import integer
 
 
 def names() -> dict[str, str]:
@@ -42,7 +43,7 @@ def _made(public: str, name: str) -> Callable[..., CacheSpec]:
 
     def make(**values: Any) -> CacheSpec:
         written = {key: _written(name, key, value) for key, value in values.items()}
-        texts = (f"{key}={text}" for key, text in written.items() if text)
+        texts = (f"{key}={text}" for key, text in written.items() if text is not None)
         return parse(":".join(filter(None, (name, ",".join(texts)))))
 
     parameters = [
@@ -73,15 +74,25 @@ def _made(public: str, name: str) -> Callable[..., CacheSpec]:
     return make
 
 
-def _written(method: str, option: str, value: Any) -> str:
-    """Return an option's value as a spec writes it, "" to leave it out."""
+def _written(method: str, option: str, value: Any) -> str | None:
+    """Return an option's value as a spec writes it, or None to leave it out."""
     if value is None:
-        return ""
+        return None
     if option == "skip_layers" and not isinstance(value, str | int):
-        return write_layers(value)
+        return _written_layers(value)
     if isinstance(value, list | tuple | dict):
         raise ValueError(
             f"{method}:{option}={value} must be one value; a text such as '4@0-1/2' gives layers 0"
             " and 1 another one"
         )
     return value_text(value)
+
+
+def _written_layers(value: Any) -> str | None:
+    """Return layers, or the number of one, as a spec writes them, or None if there are none."""
+    layers = [value] if integer(value, 0) is not None else value
+    numbers = [integer(layer, 0) for layer in layers] if isinstance(layers, Iterable) else [None]
+    known = tuple(number for number in numbers if number is not None)
+    if len(known) != len(numbers):
+        raise ValueError(f"skip_layers={value!r} must be layers, such as (0, 1)")
+    return write_layers(known) or None

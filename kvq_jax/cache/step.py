@@ -93,9 +93,11 @@ def begin(
 
     Raises:
         ValueError: in one line, if the cache was consumed, the lengths do not fit the batch or
-            the tokens, or parameters that the cache's method needs are missing.
+            the tokens, a static argument is none of its values, or parameters that the cache's
+            method needs are missing.
     """
     check_cache(cache)
+    layer_step.check_static(prefill, implementation)
     by_layer = parameters_by_layer(cache, parameters)
     for layer, (plan, params) in enumerate(zip(cache.plans, by_layer, strict=True)):
         layer_step.check_parameters(

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -84,6 +84,8 @@ def seal(cache: Cache, layers: Sequence[int] | None = None, row: int | None = No
     if np.ndim(chosen) != 1:
         raise ValueError(f"{layers=} must be a sequence of layers, such as [0, 1]")
     check_at_most("layers", chosen, len(cache.layers) - 1)
+    if np.ndim(row):
+        raise ValueError(f"row must be the number of one row, got an array {list(np.shape(row))}")
     check_at_most("row", 0 if row is None else row, cache.batch - 1)
     of_rows = lengths if row is None else lengths[row, None]
     # all layers are dispatched before the first is waited for
@@ -100,6 +102,8 @@ def verify(cache: Cache, seals: Seals) -> tuple[Damage, ...]:
 
     Raises as `seal`, and ValueError for seals of another cache or of one of its rows.
     """
+    if not isinstance(seals, Mapping) or not all(isinstance(s, Seal) for s in seals.values()):
+        raise ValueError(f"seals must be what kvq.files.seal returns, got {type(seals).__name__}")
     now = seal(cache, tuple(seals))
     if any(_shapes(before) != _shapes(now[layer]) for layer, before in seals.items()):
         raise ValueError("these seals are of another cache, or of one of its rows: seal it again")

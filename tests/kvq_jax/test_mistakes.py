@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import kvq_jax as kvq
+from kvq_jax.cache.paged_cache import paged_plan
 
 DIMS = kvq.CacheDims(2, 4, 2, 32, 64)
 SPEC = "kivi:bits=2,recent=8,block=8"
@@ -27,6 +28,10 @@ def cache() -> kvq.cache.Cache:
 @functools.cache
 def plan() -> Any:
     return kvq.layer_plan(SPEC, DIMS, layer=0, capacity=16, dtype="float32")
+
+
+def pages() -> Any:
+    return paged_plan(plan())
 
 
 def begun(cache: Any, prefill: Any = True, tokens: Any = 3) -> Any:
@@ -181,6 +186,64 @@ MISTAKES = [
         lambda: kvq.parameters.calibrate("kvquant", DIMS, 0, {"k": K, "v": K}, None),
         "give rows['k'] and gradients['k']",
     ),
+    (lambda: begun(cache(), tokens="2"), "tokens='2' must be an integer of at least 1"),
+    (
+        lambda: kvq.layer_plan(SPEC, DIMS, layer=0, capacity=8, placement=[]),
+        "placement must be a kvq.Placement(mesh, ...) or None, got list",
+    ),
+    (
+        lambda: begun(cache(), prefill=jnp.array(True)),
+        "prefill is an array: give True for a prompt or False",
+    ),
+    (lambda: begun(cache(), prefill=None), "prefill=None must be True for a prompt or False"),
+    (
+        lambda: kvq.begin(cache(), 3, prefill=True, implementation="gpu"),
+        "implementation='gpu': choose 'xla', 'pallas' or 'native'",
+    ),
+    (
+        lambda: plan().append(plan().init(2), K.astype(int), K, layout="BNTH"),
+        "k must hold floats, such as float32, got int32",
+    ),
+    (lambda: plan().positions("x", 3), "a plan takes the LayerCache that its init makes, got str"),
+    (lambda: kvq.files.seal(cache(), row=[0, 0]), "row must be the number of one row, got an arr"),
+    (
+        lambda: kvq.files.verify(cache(), None),
+        "seals must be what kvq.files.seal returns, got NoneType",
+    ),
+    (lambda: pages().init(-1, 1), "pages=-1 must be an integer of at least 1"),
+    (lambda: pages().init("a", 1), "pages='a' must be an integer of at least 1"),
+    (lambda: pages().init(0, 1), "pages=0 must be an integer of at least 1"),
+    (lambda: pages().init(1, 0), "slots=0 must be an integer of at least 1"),
+    (lambda: pages().blocks("a"), "tokens='a' must be an integer of at least 0"),
+    (
+        lambda: pages().attend(pages().init(1, 1), [[0]], Q, K, K, implementation="native"),
+        "implementation='native' reads no pages: leave it out",
+    ),
+    (lambda: pages().read("x", [[0]]), "takes the PagedCache of PagedPlan.init, got str"),
+    (lambda: pages().fork(cache(), 0, 1), "takes the PagedCache of PagedPlan.init, got Cache"),
+    (lambda: kvq.Kivi(skip_layers=1.5), "skip_layers=1.5 must be layers, such as (0, 1)"),
+    (lambda: kvq.Kivi(skip_layers=[0, "a"]), "skip_layers=[0, 'a'] must be layers, such as (0, 1)"),
+    (lambda: kvq.Kivi(bits=""), "'bits=' is not option=value"),
+    (
+        lambda: kvq.CacheDims(1, 4, 2, 32, 64, layer_heads=((1, 2, 3),)),
+        "layer_heads must be (K, H) for each layer, got (1, 2, 3) for one",
+    ),
+    (
+        lambda: kvq.CacheDims(1, 4, 2, 32, 64, layer_heads=(3,)),
+        "layer_heads must be (K, H) for each layer, got 3 for one",
+    ),
+    (
+        lambda: kvq.CacheDims(1, 4, 2, 32, 64, attention=None),
+        "attention must have an entry for each layer, or none, got NoneType",
+    ),
+    (
+        lambda: kvq.parameters.prepare("kvquant", DIMS, 0, calibrated={"k": [1]}),
+        "calibrated['k'] must be arrays by name, got list",
+    ),
+    (
+        lambda: kvq.parameters.calibrate("kvquant", DIMS, 0, np.ones((1, 2, 3, 32)), {}),
+        "rows must be arrays by side, 'k' and 'v', got ndarray",
+    ),
 ]
 
 
@@ -214,5 +277,5 @@ def test_numbers_of_python_and_numpy_make_a_rotation_and_a_spec():
         same = kvq.types.rotate(rows, positions, rope) == kvq.types.rotate(rows, positions, arrays)
         assert same.all()
         assert (rope.scaled(rows) == 2 * rows).all()
-    for layers in (0, [0], (0,), "0"):
+    for layers in (0, [0], (0,), "0", np.int64(0), [np.int64(0)]):
         assert kvq.Kivi(skip_layers=layers) == kvq.parse("kivi:skip_layers=0")
