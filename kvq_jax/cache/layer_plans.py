@@ -102,7 +102,11 @@ class CachePlan:
         layer_step.check_kind(cache)
         where, _ = self._new(cache, tokens, lengths)
         shift = call_layout.left_padding(tokens, lengths, padding)
-        return where if shift is None else jnp.maximum(where - shift[:, None], 0)
+        if shift is None:
+            return where
+        # of all T tokens: padding on the left comes before the real ones
+        consecutive, _ = self._new(cache, tokens, None)
+        return jnp.maximum(consecutive - shift[:, None], 0)
 
     def attend(
         self,

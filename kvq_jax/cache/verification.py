@@ -84,7 +84,7 @@ def seal(cache: Cache, layers: Sequence[int] | None = None, row: int | None = No
     if np.ndim(chosen) != 1:
         raise ValueError(f"{layers=} must be a sequence of layers, such as [0, 1]")
     check_at_most("layers", chosen, len(cache.layers) - 1)
-    if np.ndim(row):
+    if row is not None and np.ndim(row):
         raise ValueError(f"row must be the number of one row, got an array {list(np.shape(row))}")
     check_at_most("row", 0 if row is None else row, cache.batch - 1)
     of_rows = lengths if row is None else lengths[row, None]

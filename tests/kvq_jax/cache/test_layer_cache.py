@@ -249,6 +249,8 @@ def test_positions_follow_the_real_tokens():
     assert plan.positions(cache, 4).tolist() == [[0, 1, 2, 3]] * 2
     left = plan.positions(cache, 4, [4, 2], "left")
     assert left.tolist() == [[0, 1, 2, 3], [0, 0, 0, 1]]
+    longer = plan.positions(cache, CAPACITY + 8, [4, 2], "left")
+    assert longer[:, -2:].tolist() == [[2, 3], [0, 1]], "padding takes no room"
     assert plan.positions(prompted(plan, 0), 1).tolist() == [[40], [27]]
 
 
