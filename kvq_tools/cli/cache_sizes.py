@@ -18,6 +18,7 @@ from kvq_models.llama.gguf_file import GgufFile
 from kvq_models.llama.open_checkpoint import open_checkpoint
 from kvq_models.llama.weight_count import weight_count
 from kvq_tools.cli.console import format_bytes
+from kvq_tools.cli.options.values import MAX_TOKENS
 
 
 def of(
@@ -98,12 +99,22 @@ def largest_context(
     spec: kvq.cache.CacheSpec, config: kvq.types.ModelDims, batch: int, dtype: str, budget: int
 ) -> int:
     """Return the largest capacity whose resident bytes are at most `budget`, or 0. A cache never
-    shrinks when its capacity grows."""
+    shrinks when its capacity grows.
+
+    It is MAX_TOKENS if no capacity is too large: a cache whose layers are all windowed stops
+    growing.
+    """
 
     def fits(capacity: int) -> bool:
         return kvq.size.of(spec, config, batch, capacity, dtype).resident <= budget
 
     beyond = 1
-    while fits(beyond):
+    while beyond <= MAX_TOKENS and fits(beyond):
         beyond *= 2
-    return bisect_left(range(1, beyond), True, key=lambda capacity: not fits(capacity))
+    choices = range(1, min(beyond, MAX_TOKENS + 1))
+    return bisect_left(choices, True, key=lambda capacity: not fits(capacity))
+
+
+def context_in_words(tokens: int) -> str:
+    """Return what `largest_context` returned as the text of a table's cell."""
+    return "any" if tokens == MAX_TOKENS else f"{tokens}"

@@ -102,12 +102,16 @@ def _print(result: dict[str, Any], tables: measured.Measurements) -> None:
         title = f"no measured cache fits {asked}; the smallest ones"
         shown = _smallest(caches)
     kl = f"KL, {tables.model}"
+    longest = {
+        cache["name"]: cache_sizes.context_in_words(cache["largest_context"])
+        for cache in ([] if fitting else shown)
+    }
     rows = [
         {
             "cache": cache["name"],
             "resident": format_bytes(cache["resident_bytes"]),
             "smaller than bf16, times": f"{result['bf16_bytes'] / cache['resident_bytes']:.1f}",
-            **({} if fitting else {"largest context that fits": cache["largest_context"]}),
+            **({} if fitting else {"largest context that fits": longest[cache["name"]]}),
             kl: "exact" if cache["kl_class"] is None else class_in_words(cache["kl_class"]),
             "needs": "kvq calibrate" if cache["needs_calibration"] else "",
         }

@@ -138,7 +138,8 @@ def _print(result: dict[str, Any]) -> None:
         )
         if result["budget_bytes"] is not None:
             budget = format_bytes(result["budget_bytes"])
-            rows[-1][f"largest context in {budget}"] = c["largest_context"]
+            longest = cache_sizes.context_in_words(c["largest_context"])
+            rows[-1][f"largest context in {budget}"] = longest
     print_table(title, rows)
     _print_parts(result["caches"])
     for cache in result["caches"]:

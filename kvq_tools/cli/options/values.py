@@ -9,6 +9,7 @@ from collections.abc import Callable
 from kvq_tools.cli.console import UserError
 
 MAX_SEED = 2**32 - 1
+MAX_TOKENS = 2**31 - 1  # positions are int32
 MAX_BYTES = 2**60  # so that a count of the tokens in them is an index
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
@@ -56,7 +57,7 @@ def token_count(text: str) -> int:
     digits, power = (
         (text[:-1], " KM".index(text[-1].upper())) if text[-1:].upper() in ("K", "M") else (text, 0)
     )
-    if not digits.isdecimal() or not 0 < int(digits) * 1024**power < 1 << 31:
+    if not digits.isdecimal() or not 0 < int(digits) * 1024**power <= MAX_TOKENS:
         raise argparse.ArgumentTypeError(
             f"{text!r} must be an integer of at least 1 and below 2G, such as 4096, 128K or 10M"
         )

@@ -83,6 +83,17 @@ def test_if_nothing_fits_the_table_says_what_would(config, run, run_json):
     assert "no measured cache fits" in run("memory", config, "--budget", budget, *ASKED)[1]
 
 
+def test_a_cache_that_stops_growing_has_room_for_any_context(tmp_path, run, run_json):
+    """Every layer keeps its window alone: no budget ends its context."""
+    family = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+    fields = tiny_config().to_hf() | family | {"sliding_window": 32}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    asked = "memory", tmp_path, "--cache", "kivi:bits=2", "--budget", "1GiB"
+    (cache,) = run_json(*asked)["caches"]
+    assert cache["largest_context"] == 2**31 - 1
+    assert "│     any │" in run(*asked)[1]
+
+
 def test_the_measured_caches_are_those_of_the_committed_results():
     made = measured_caches.contents(measured_caches.read())
     assert measured_caches.FILE.read_text(encoding="utf-8") == made, (
