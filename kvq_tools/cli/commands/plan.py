@@ -115,7 +115,7 @@ def _missing_text(options: argparse.Namespace) -> str | None:
 
 def _kept(options: argparse.Namespace, choices: Sequence[Bases]) -> dict[Bases, str]:
     """Return the calibrations of these bases that earlier plans kept."""
-    files = {bases: kept.calibration_file(options.model, bases) for bases in choices}
+    files = {bases: _folder(options) / kept.file_name(bases) for bases in choices}
     return {bases: str(file) for bases, file in files.items() if file.is_file()}
 
 
@@ -123,9 +123,10 @@ def _text_needed(options: argparse.Namespace) -> str:
     choices = _bases(options)
     asked = choices[0].flags() if len(choices) == 1 else ""
     of_bases = f" with{asked}" if asked else ""
+    where = "" if options.work is None else f" in {options.work!r}"
     return (
         f"--text FILE to measure, or --calibration F: no plan of {options.model!r}{of_bases} was"
-        " made yet"
+        f" made{where} yet"
     )
 
 
@@ -330,9 +331,13 @@ def _planners(
         return [planner(bases) for bases in choices]
 
 
+def _folder(options: argparse.Namespace) -> Path:
+    """Return the folder of calibrations, which may be read-only for a plan that makes none."""
+    return kept.folder(options.model) if options.work is None else Path(options.work)
+
+
 def _work(options: argparse.Namespace) -> Path:
-    folder = kept.folder(options.model) if options.work is None else options.work
-    return inputs.output_directory(str(folder), "--work")
+    return inputs.output_directory(str(_folder(options)), "--work")
 
 
 def _advice(work: Path) -> str:

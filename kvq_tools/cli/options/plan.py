@@ -137,8 +137,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     shared.add_number(parser, "--windows", "N", "measured windows", default=WINDOWS)
     parser.add_argument(
         "--work",
+        type=values.directory_name,
         metavar="DIR",
-        help="keep calibration and measurements here (default: kvq's cache folder)",
+        help="keep calibration and measurements here, and find those of earlier plans here"
+        " (default: kvq's cache folder, the only one where --cache auto: looks)",
     )
     parser.add_argument(
         "--out",

@@ -52,6 +52,13 @@ def file_name(text: str) -> str:
     return text
 
 
+def directory_name(text: str) -> str:
+    """Refuse an empty name, which Path takes for the current directory."""
+    if not text:
+        raise argparse.ArgumentTypeError("the name is empty; name a directory")
+    return text
+
+
 def token_count(text: str) -> int:
     """Parse a number of tokens such as 4096, 128K or 10M. K and M are powers of 1024."""
     digits, power = (

@@ -95,6 +95,14 @@ def test_plan_says_in_one_line_what_it_needs(run, tmp_path, monkeypatch):
     )
 
 
+def test_a_plan_without_a_text_uses_the_calibration_in_the_folder_of_work(run, tmp_path):
+    kept_here = tmp_path / "waterfill.safetensors"
+    kept_here.write_text("damaged")
+    code, _, err = run("plan", "embedded", "--budget", "2.5bits", "--work", tmp_path)
+    assert code == 2
+    assert str(kept_here) in err, "no calibration was looked for here"
+
+
 def process(*arguments, redirect="", unbuffered="1"):
     """Run `kvq` in a shell with a redirection and return (exit code, stdout, stderr)."""
     script = f'exec "$@" {redirect}'

@@ -138,6 +138,8 @@ REFUSED = [
     ("plan {model} --device h200 --tokens-per-second 1e12", "out of reach"),
     ("plan {model} --budget 2bits --text {text} --window 200", "leave nothing to quantize"),
     ("plan {model} --budget 2bits --other-text {text}", "--other-text needs --text without --fast"),
+    ("plan {model} --budget 2bits --work ''", "argument --work: the name is empty; name a direc"),
+    ("plan {model} --budget 2bits --work {tmp}/none", "was made in '/"),
     ("plan {model} --budget 100bits --text {text}", "bits=100 cannot be stored with heads of"),
     (f"plan {{model}} --budget {'9' * 400}bits --text {{text}}", "is not a budget; write"),
     (f"memory {{model}} --budget {'9' * 400}GiB", "is more than the largest size"),
