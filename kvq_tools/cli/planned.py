@@ -70,7 +70,7 @@ def _plan(text: str, options: argparse.Namespace) -> StoredPlan:
         spec = kvq.parse(METHOD + colon + settings if name == AUTO else text)
     except ValueError as error:
         raise refusal(options.command, "--cache", with_hint(str(error))) from None
-    if name != AUTO:
+    if name != AUTO or options.model is None:  # a command without its model refuses that itself
         return StoredPlan(spec, None)
     with input_errors():
         return _automatic_plan(text, spec, options.model)

@@ -155,6 +155,8 @@ REFUSED = [
     ("memory {model} --cache auto:bits=2", "no plan of"),
     ("plan {model} --device h200 --tokens-per-second 9 --budget 2bits", "a speed is a budget"),
     ("report --out {tmp}/o", "needs MODEL and --text and --cache, or --from"),
+    ("report --cache auto:bits=2.5 --text {text} --out {tmp}/o", "needs MODEL, or --from"),
+    ("report --cache auto:bits=2.5 --from {text} --out {tmp}/o", "leave out --cache"),
     ("report {model} --from {tmp}/row --out {tmp}/o", "leave out MODEL"),
     ("report --from {tmp}/row --window 64 --out {tmp}/o", "leave out --window"),
     # files
