@@ -31,10 +31,25 @@ def read_prompt_file(path: str) -> str:
     """Read a prompt from a file, or from stdin if the path is `-`."""
     if path != "-":
         return read_text(path)
+    check_stdin()
     try:
         return sys.stdin.buffer.read().decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise UserError(f"stdin is not UTF-8 text; convert it to UTF-8: {error}") from error
+    except OSError as error:
+        raise unreadable_stdin(error) from error
+
+
+def check_stdin() -> None:
+    """Raise UserError if stdin was closed by the caller (`<&-`)."""
+    if sys.stdin is None:
+        raise UserError("stdin is closed; redirect it from a file, a pipe or a terminal")
+
+
+def unreadable_stdin(error: OSError) -> UserError:
+    """Return the error about a stdin that cannot be read, such as a file open for writing."""
+    reason = error.strerror or str(error)
+    return UserError(f"stdin cannot be read: {reason}; redirect it from a file or a pipe")
 
 
 def load_tokenizer(model: str) -> Any:

@@ -59,6 +59,7 @@ def _checked(
 ) -> tuple[AnswerSettings, Any, int, kvq.Placement | None, SavedPrompt | None]:
     """Check everything that needs no weights, and complete options.cache. Returns (settings,
     tokenizer, capacity, placement, the file of --from)."""
+    text_input.check_stdin()
     config, saved = one_cache.chosen(options)
     sampling = sampling_options.checked_sampling(options, sampling_options.model_sampling(config))
     tokenizer = text_input.need_tokenizer(options.model, "read messages")
@@ -118,6 +119,10 @@ def _lines(terminal: bool) -> Iterator[str]:
             raise console.UserError(
                 f"the input is not UTF-8 text; convert it to UTF-8: {error}"
             ) from error
+        except OSError as error:
+            if terminal:
+                raise
+            raise text_input.unreadable_stdin(error) from error
         if not line:
             return
         yield line.rstrip("\r\n")

@@ -215,6 +215,13 @@ def test_a_piped_message_is_utf_8_whatever_the_locale(talking):
     assert (code, "the input is not UTF-8 text; convert it to UTF-8" in err) == (2, True)
 
 
+def test_a_stdin_that_cannot_be_read_is_one_line(talking, tmp_path):
+    with (tmp_path / "written").open("w") as stdin:
+        code, out, err = talking(stdin)
+    assert (code, out) == (2, "")
+    assert err.splitlines()[-1].startswith("kvq: error: stdin cannot be read: ")
+
+
 def test_a_piped_conversation_prints_each_answer_and_what_the_cache_holds(talking, loaded):
     code, out, err = talking(f"{SAID[0]}\n\n{SAID[1]}\n")
     assert code == 0, err

@@ -141,6 +141,27 @@ def test_a_closed_stdout_is_one_line_before_any_work():
     )
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [("chat", "embedded"), ("generate", "embedded", "--prompt-file", "-")],
+    ids=" ".join,
+)
+def test_a_closed_stdin_is_one_line_before_any_work(arguments, run, monkeypatch):
+    monkeypatch.setattr("sys.stdin", None)  # as Python has it after `<&-`
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "")
+    assert err == ("kvq: error: stdin is closed; redirect it from a file, a pipe or a terminal\n")
+
+
+def test_a_stdin_that_cannot_be_read_is_one_line(tmp_path, run, monkeypatch):
+    with (tmp_path / "written").open("w") as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        code, out, err = run("generate", "embedded", "--prompt-file", "-")
+    assert (code, out) == (2, "")
+    (line,) = err.splitlines()
+    assert line.startswith("kvq: error: stdin cannot be read: ")
+
+
 def test_a_closed_stderr_is_no_error():
     code, out, _ = process(*MEMORY, redirect="2>&-")
     assert code == 0
