@@ -15,6 +15,7 @@ from kvq_models.llama import checkpoint
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.named_models.names import located
 from kvq_tools.cli.console import counted, input_errors
+from kvq_tools.evaluation.results import finite
 
 BIAS_NAME = "model.layers.{}.self_attn.k_proj.bias"
 
@@ -112,15 +113,16 @@ def _stored_weights(model: str) -> checkpoint.Checkpoint | None:
 
 
 def bias_facts(biases: list[np.ndarray] | None, layer: int) -> dict[str, Any]:
-    """Return the size of a layer's key bias, under the key `k_proj_bias`."""
+    """Return the size of a layer's key bias, under the key `k_proj_bias`. Numbers that are not
+    finite are None."""
     if biases is None:
         return {"k_proj_bias": None}
     bias = biases[layer]
     return {
         "k_proj_bias": {
-            "norm": float(np.linalg.norm(bias)),
-            "largest": float(np.abs(bias).max()),
-            "median": float(np.median(np.abs(bias))),
+            "norm": finite(float(np.linalg.norm(bias))),
+            "largest": finite(float(np.abs(bias).max())),
+            "median": finite(float(np.median(np.abs(bias)))),
         }
     }
 
@@ -130,6 +132,9 @@ def _bias_in_words(config: LlamaConfig, biases: list[np.ndarray] | None) -> str:
         return "none"
     if biases is None:
         return "yes; not read: the weights are not in a local directory"
+    broken = [layer for layer, bias in enumerate(biases) if not np.isfinite(bias).all()]
+    if broken:
+        return f"yes; not finite in layer {broken[0]}"
     worst = int(np.argmax([np.abs(b).max() for b in biases]))
     return f"yes; largest {np.abs(biases[worst]).max():.3g} in layer {worst}"
 

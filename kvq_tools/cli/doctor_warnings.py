@@ -70,6 +70,9 @@ def _bias_warnings(cache: kvq.cache.Cache, biases: list[np.ndarray] | None) -> l
     problems = []
     for layer, (plan, bias) in enumerate(zip(cache.plans, biases or [], strict=False)):
         facts, largest = plan.k.facts, float(np.abs(bias).max())
+        if not math.isfinite(largest):
+            problems.append(f"layer {layer}: the k_proj bias is not finite")
+            continue
         if largest < LARGE_BIAS:
             continue
         large = f"layer {layer}: k_proj bias up to {largest:.3g}"
@@ -107,7 +110,7 @@ def _turning_warnings(
     problems = []
     for layer, (plan, bias) in enumerate(zip(cache.plans, biases or [], strict=False)):
         facts = plan.k.facts
-        if facts.token_group is None or facts.form == "before_rope":
+        if facts.token_group is None or facts.form == "before_rope" or not np.isfinite(bias).all():
             continue
         bits, tokens = facts.token_group
         halves = bias.reshape(-1, 2, config.head_dim // 2)  # [K, 2, H/2]

@@ -130,7 +130,10 @@ def _print(result: dict[str, Any], cache: str) -> None:
     print_table(title, rows, texts=None)
     biases = [
         {"layer": layer["layer"]}
-        | {name: f"{value:.3f}" for name, value in layer["k_proj_bias"].items()}
+        | {
+            name: "-" if value is None else f"{value:.3f}"
+            for name, value in layer["k_proj_bias"].items()
+        }
         for layer in result["layers"]
         if layer["k_proj_bias"]
     ]

@@ -41,6 +41,21 @@ def test_doctor_warns_of_a_large_key_bias_where_key_groups_are_per_token_and_rea
     )
 
 
+@pytest.mark.parametrize("cache", ["innerq:normalize=false,recent=8,block=8", "int4", "fp8"])
+def test_doctor_says_that_a_key_bias_is_not_finite_and_draws_nothing_from_it(
+    tmp_path, run, run_json, cache
+):
+    save_qwen2(tmp_path, float("nan"))
+    found = run_json("doctor", tmp_path, "--cache", cache)
+    about = [warning for warning in found["warnings"] if "k_proj bias" in warning]
+    assert about == ["layer 0: the k_proj bias is not finite"]
+    assert found["layers"][0]["k_proj_bias"] == dict.fromkeys(("norm", "largest", "median"))
+    assert found["facts"]["k_proj_bias"].startswith("yes; not finite in layer 0")
+    if cache == "int4":
+        assert "│     0 │ " in (text := run("doctor", tmp_path, "--cache", cache)[1])
+        assert "nan" not in text
+
+
 def test_doctor_tells_which_layers_are_exact_and_why(tmp_path, run, run_json):
     save_llama(random_llama(tiny_config()), tmp_path)
     command = f"doctor {tmp_path} --cache kivi:bits=4@1/2,recent=8,block=8,skip_layers=0"
