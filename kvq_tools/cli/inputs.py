@@ -4,9 +4,10 @@ before any weight is read."""
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -125,13 +126,14 @@ def output_file(path: str, option: str = "--out") -> Path:
     """Check before any work that a file can be written: it is not a directory, device or pipe, and
     its own directory exists and can be written."""
     out = Path(path)
-    if out.is_dir() or not out.absolute().parent.is_dir():
-        raise UserError(f"{option} {path!r} must be a file in a directory that exists")
-    if out.exists() and not out.is_file():
-        raise UserError(
-            f"{option} {path!r} is a device or a pipe, which keeps nothing; name a file"
-        )
-    _check_writable(out.resolve().parent, f"{option} {path!r}")
+    with _names(option):
+        if out.is_dir() or not out.absolute().parent.is_dir():
+            raise UserError(f"{option} {path!r} must be a file in a directory that exists")
+        if out.exists() and not out.is_file():
+            raise UserError(
+                f"{option} {path!r} is a device or a pipe, which keeps nothing; name a file"
+            )
+        _check_writable(out.resolve().parent, f"{option} {path!r}")
     return out
 
 
@@ -141,15 +143,30 @@ def output_directory(path: str, option: str = "--out", *, empty: bool = False) -
     if not path:  # which Path takes for the current directory
         raise UserError(f"{option} is empty; name a directory")
     out = Path(path)
-    if empty and out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise UserError(f"{option} {path!r} exists and is not an empty directory; name a new one")
-    if empty and out.exists() and out.samefile(os.curdir):
-        raise UserError(f"{option} {path!r} is the current directory; name a new one")
-    if out.exists() and not out.is_dir():
-        raise UserError(f"{option} {path!r} is a file; name a directory")
-    above = next(folder for folder in (out.absolute(), *out.absolute().parents) if folder.exists())
-    _check_writable(above, f"{option} {path!r}")
+    with _names(option):
+        if empty and out.exists() and not (out.is_dir() and not any(out.iterdir())):
+            raise UserError(
+                f"{option} {path!r} exists and is not an empty directory; name a new one"
+            )
+        if empty and out.exists() and out.samefile(os.curdir):
+            raise UserError(f"{option} {path!r} is the current directory; name a new one")
+        if out.exists() and not out.is_dir():
+            raise UserError(f"{option} {path!r} is a file; name a directory")
+        absolute = out.absolute()
+        above = next(folder for folder in (absolute, *absolute.parents) if folder.exists())
+        _check_writable(above, f"{option} {path!r}")
     return out
+
+
+@contextlib.contextmanager
+def _names(option: str) -> Iterator[None]:
+    """Turn an error of the system about the name in an option, such as a name that is too long,
+    into a UserError."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{option} cannot be written: {reason}; give another name") from error
 
 
 def _check_writable(folder: Path, what: str) -> None:

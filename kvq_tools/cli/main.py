@@ -200,10 +200,10 @@ def _check_model(options: argparse.Namespace) -> None:
         raise console.UserError(
             "the current folder was deleted; change to one that exists"
         ) from error
-    if Path(model).exists():
-        from kvq_models.llama.open_checkpoint import read_config  # imported late: 0.2 s
+    with console.input_errors():  # the system refuses some names, such as those that are too long
+        if Path(model).exists():
+            from kvq_models.llama.open_checkpoint import read_config  # imported late: 0.2 s
 
-        with console.input_errors():
             read_config(model)
 
 

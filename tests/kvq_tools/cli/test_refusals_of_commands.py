@@ -195,6 +195,18 @@ REFUSED = [
     ("prefill {model} --prompt a --out {tmp}/pipe", "is a device or a pipe, which keeps nothing"),
     ("generate {model} --prompts {tmp}/row --out {tmp}/pipe", "is a device or a pipe"),
     ("plan {model} --budget 2bits --picture {tmp}/pipe", "is a device or a pipe"),
+    # names that are too long for the system
+    ("memory {long} --cache kivi", "File name too long"),
+    *(
+        (f"{command}{{long}}", f"{command.split()[-1]} cannot be written: File name too long; give")
+        for command in (
+            "generate {model} --prompts {tmp}/row --out ",
+            "calibrate {model} --text {text} --cache kvquant --out ",
+            "passkey {model} --data {tmp}/row --answers ",
+            "report {model} --text {text} --cache int4 --out ",
+            "quantize-weights {model} --bits 3 --text {text} --out ",
+        )
+    ),
 ]
 
 
@@ -223,7 +235,7 @@ def test_bad_input_is_one_line_and_found_before_weights_are_read(
     shutil.copytree(bare, tmp_path / "tekken")
     (tmp_path / "tekken" / "tekken.json").write_text("{}")
     names = {"model": model, "bare": bare, "tmp": tmp_path, "text": tmp_path / "text"}
-    names["tekken"] = tmp_path / "tekken"
+    names |= {"tekken": tmp_path / "tekken", "long": "a" * 300}
     words = [word.format(**names, surrogate="a\udcffb") for word in shlex.split(command)]
     before = sorted(tmp_path.iterdir())
     assert_one_line_error(run(*words), message)
