@@ -38,7 +38,8 @@ PAPER_DEVICE = "h100-pcie"
 
 def device(text: str) -> Device:
     """Return a device by its name in `DEVICES`, or from FLOPS:BYTES, its peak rates per second,
-    such as 756e12:2e12.
+    such as 756e12:2e12. Rates below 1 are refused: what is divided by them could
+    be infinite.
 
     Raises ValueError, which lists the names, for any other text.
     """
@@ -49,9 +50,9 @@ def device(text: str) -> Device:
         rates = float(flops), float(bandwidth)
     except ValueError:
         rates = (0.0, 0.0)
-    if not separator or not all(math.isfinite(rate) and rate > 0 for rate in rates):
+    if not separator or not all(math.isfinite(rate) and rate >= 1 for rate in rates):
         raise ValueError(
             f"device {text!r} is unknown: write one of {', '.join(DEVICES)}, or FLOPS:BYTES such as"
-            " 756e12:2e12"
+            " 756e12:2e12, each at least 1"
         )
     return Device(text, *rates)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import bisect
 import contextlib
+import math
 from collections.abc import Sequence
 
 import kvq_jax as kvq
@@ -39,6 +40,11 @@ def budget(options: argparse.Namespace, config: LlamaConfig) -> Budget:
         raise UserError("--tokens-per-second must be above 0")
     device = peak_rates.device(options.device)
     readable = device.bandwidth * options.batch / options.tokens_per_second
+    if not math.isfinite(readable):
+        raise UserError(
+            f"--device {options.device} reads more than can be counted in a step of"
+            f" --tokens-per-second {options.tokens_per_second:g}: give a higher speed"
+        )
     unread = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
     weights = (weight_count(config) - unread) * WEIGHT_BYTES
     room = int(readable) - weights

@@ -136,6 +136,12 @@ REFUSED = [
     ("niah {model}", "256 positions, which include --max-new-tokens (now 128)"),
     ("plan {model} --device h200", "belong together"),
     ("plan {model} --device h200 --tokens-per-second 1e12", "out of reach"),
+    (
+        "plan {model} --text {text} --device h200 --tokens-per-second 1e-320",
+        "more than can be counted in a step of --tokens-per-second 9.99989e-321: give a higher",
+    ),
+    ("memory {model} --cache xquant --roofline 1e308:1e-10", "756e12:2e12, each at least 1 (see"),
+    ("memory {model} --cache kivi --mesh auto --device 9:1e-320", "2e12, each at least 1 (see"),
     ("plan {model} --budget 2bits --text {text} --window 200", "leave nothing to quantize"),
     ("plan {model} --budget 2bits --other-text {text}", "--other-text needs --text without --fast"),
     ("plan {model} --budget 2bits --work ''", "argument --work: the name is empty; name a direc"),
