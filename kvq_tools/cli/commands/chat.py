@@ -29,29 +29,42 @@ def run(options: argparse.Namespace) -> None:
     turns: list[dict[str, Any]] = []
     if terminal:
         console.note(f"{options.model} with cache {options.cache.text}; /help lists the commands")
-    for line in _lines(terminal):
-        try:
-            if line.startswith("/"):
-                if _command(line, conversation):
-                    break
-            elif line.strip():
-                cache = None if options.json else options.cache.text
-                turns.append(_turn(conversation, tokenizer, line, cache))
-        except console.UserError as error:
-            if not terminal:
-                raise
-            console.note(str(error))
-    if options.json:
-        console.print_json(
-            "chat",
-            {
-                "model": options.model,
-                "cache": str(options.cache.spec),
-                "capacity": capacity,
-                "turns": turns,
-            },
-        )
+    with _printed_at_the_end(options, capacity, turns):
+        for line in _lines(terminal):
+            try:
+                if line.startswith("/"):
+                    if _command(line, conversation):
+                        break
+                elif line.strip():
+                    cache = None if options.json else options.cache.text
+                    turns.append(_turn(conversation, tokenizer, line, cache))
+            except console.UserError as error:
+                if not terminal:
+                    raise
+                console.note(str(error))
     console.check_finite([] if conversation.finite else [options.cache.text])
+
+
+@contextlib.contextmanager
+def _printed_at_the_end(
+    options: argparse.Namespace, capacity: int, turns: list[dict[str, Any]]
+) -> Iterator[None]:
+    """Print the object of --json at the end of the chat. If an error or Ctrl-C ends it, the object
+    has the turns that were complete by then, if there are any."""
+    result = {
+        "model": options.model,
+        "cache": str(options.cache.spec),
+        "capacity": capacity,
+        "turns": turns,
+    }
+    try:
+        yield
+    except (console.UserError, KeyboardInterrupt):
+        if options.json and turns:
+            console.print_json("chat", result)
+        raise
+    if options.json:
+        console.print_json("chat", result)
 
 
 def _checked(

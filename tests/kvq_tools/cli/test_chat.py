@@ -292,9 +292,12 @@ def test_a_full_cache_is_one_line_in_a_terminal_and_an_error_in_a_pipe(talking):
     assert code == 0
     assert "(the cache is full: /reset starts a new conversation)" in out
     assert "kvq: the cache has 40 tokens, of which 40 are in use" in err
-    code, _, err = talking(text, "--capacity", 40, "--max-new-tokens", 40)
+    code, out, err = talking(text, "--capacity", 40, "--max-new-tokens", 40, "--json")
     assert code == 2
     assert "kvq: error: the cache has 40 tokens" in err
+    found = json.loads(out)
+    assert found["format"] == "kvq.chat", "the answered message is lost"
+    assert [turn["user"] for turn in found["turns"]] == [SAID[0]]
 
 
 def test_control_characters_of_a_model_do_not_reach_the_terminal(model):
