@@ -47,6 +47,7 @@ from kvq_models.llama.activations import activated
 from kvq_models.llama.causal_attention import causal_attention
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.experts import Experts
+from kvq_models.llama.families import Activation
 from kvq_models.llama.initial_weights import constant, normal
 from kvq_models.llama.packed_weights import logits_of, products, rows_of
 from kvq_models.llama.rope import Ropes, ropes_for
@@ -124,7 +125,7 @@ class MLP(nnx.Module):
 
     def __init__(self, config: LlamaConfig, *, dtype: DTypeLike, rngs: nnx.Rngs | None):
         options: dict[str, Any] = dict(use_bias=config.mlp_bias, dtype=dtype, rngs=rngs)
-        self.activation = config.activation
+        self.activation: Activation = config.activation
         self.gate_proj = Linear(config.hidden_size, config.intermediate_size, **options)
         self.up_proj = Linear(config.hidden_size, config.intermediate_size, **options)
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, **options)
