@@ -104,7 +104,7 @@ def _check_largest(where: str, dims: CacheDims) -> None:
     for kv_heads, head_dim in dims.layer_heads:
         sizes += [("num_key_value_heads", kv_heads), ("head_dim", head_dim)]
     for name, size in sizes:
-        # what is no integer, `layout` refuses before it computes with it
+        # `layout` refuses what is not an integer before it computes with it
         if isinstance(size, int) and size > getattr(LARGEST, name):
             raise ValueError(
                 f"{where} has {name}={size}; a saved cache has at most {getattr(LARGEST, name)}"

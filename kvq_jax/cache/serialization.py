@@ -88,7 +88,7 @@ def save_cache(
             `load_beside` reads.
 
     Raises:
-        ValueError: in one line, if the cache was consumed, if a fingerprint is no text, or if a
+        ValueError: in one line, if the cache was consumed, if a fingerprint is not text, or if a
             file cannot hold the model's sizes or an array beside the cache.
         OSError: if the file cannot be written.
     """
