@@ -12,7 +12,7 @@ from kvq_tools.cli.console import UserError, check_finite, input_errors, print_j
 from kvq_tools.cli.model_loading import load_model, prepared
 from kvq_tools.cli.tables import number, print_line, print_table
 from kvq_tools.cli.until_pressed import OF_READ_WINDOWS, UntilPressed, first_batch
-from kvq_tools.evaluation.defaults import CACHE_DTYPE
+from kvq_tools.evaluation.defaults import BATCH, BUCKETS, CACHE_DTYPE
 from kvq_tools.evaluation.intervals import Estimate
 from kvq_tools.evaluation.protocol import (
     DECODED_FROM,
@@ -35,16 +35,22 @@ from kvq_tools.evaluation.results import finite
 from kvq_tools.report.verdict import sentence
 
 MIN_WINDOWS = 4  # windows that a default context leaves: intervals are over windows
-REFUSED = "stride", "chunk", "prompt", "step", "limit", "mesh"
+# options that the protocol sets, and what they are if they were not given
+REFUSED = {
+    **dict.fromkeys(("stride", "chunk", "prompt", "step", "limit", "mesh")),
+    "mode": "decode",
+    "batch": BATCH,
+    "buckets": BUCKETS,
+    "flips": False,
+}
 
 
 def run(options: argparse.Namespace) -> None:
     """Measure the caches in both readings and print a table and a verdict for each. Everything that
     needs no weights is checked before they are read."""
-    given = [name for name in REFUSED if getattr(options, name) is not None]
-    if given or options.mode != "decode" or options.flips:
-        named = given[0] if given else "flips" if options.flips else "mode"
-        raise UserError(f"--{named} is not for --protocol, which sets how a text is read")
+    for name, default in REFUSED.items():
+        if getattr(options, name) != default:
+            raise UserError(f"--{name} is not for --protocol, which sets how a text is read")
     options.dtype = inputs.model_dtype(options)
     config = inputs.read_config(options.model, *options.cache)
     files = inputs.calibrations(config, options.cache, options.calibration or [])

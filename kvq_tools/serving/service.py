@@ -22,13 +22,25 @@ from kvq_tools.serving.prompts import PromptEncoder
 from kvq_tools.serving.wire import Usage
 from kvq_tools.serving.worker import AcceptedAnswer, Stopping, Worker
 
+MIN_BODY, MAX_BODY = 1 << 20, 8 << 20
+BODY_PER_TOKEN = 1 << 10
+
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
     """Limits of a request. body: bytes. body_seconds: for its arrival."""
 
-    body: int = 8 << 20
+    body: int = MAX_BODY
     body_seconds: float = 60
+
+
+def largest_body(capacity: int) -> int:
+    """Return how many bytes a request to slots of this many tokens may have by default.
+
+    Parsing JSON holds the interpreter's lock: 8 MiB of short lists stop all answers for a second.
+    A request may have many prompts, so a token of the capacity stands for more than its own bytes.
+    """
+    return min(max(MIN_BODY, BODY_PER_TOKEN * capacity), MAX_BODY)
 
 
 class Service:

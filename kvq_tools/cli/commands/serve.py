@@ -91,7 +91,7 @@ def _answer(
     from kvq_tools.serving.guard import known_hosts
     from kvq_tools.serving.metrics import Metrics
     from kvq_tools.serving.server import serve
-    from kvq_tools.serving.service import Limits, Service
+    from kvq_tools.serving.service import Limits, Service, largest_body
     from kvq_tools.serving.worker import Worker
 
     metrics = Metrics()
@@ -104,7 +104,7 @@ def _answer(
         name,
         metrics,
         chat_template=template,
-        limits=Limits(body=options.max_body),
+        limits=Limits(body=options.max_body or largest_body(engine.capacity)),
         trusted=options.special_tokens,
         defaults=sampling_options.model_sampling(engine.llama.config),
     )

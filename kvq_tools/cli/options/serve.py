@@ -143,8 +143,10 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         "--max-body",
         metavar="BYTES",
         type=_body_size,
-        default=8 << 20,
-        help="largest request body, such as 8MiB (default: 8MiB)",
+        help=(
+            "largest request body, such as 8MiB (default: 1KiB for each token of "
+            "--capacity, at least 1MiB and at most 8MiB)"
+        ),
     )
     shared.add_number(
         parser,

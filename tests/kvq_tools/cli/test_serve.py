@@ -15,6 +15,7 @@ import pytest
 
 from kvq_models.inference.engine.requests import Reason
 from kvq_tools.cli.commands import serve
+from kvq_tools.serving.service import largest_body
 from kvq_tools.serving.sockets import bound_socket, let_restart
 from tests.kvq_tools.cli.test_cli_errors import assert_one_line_error
 
@@ -24,6 +25,13 @@ def test_the_last_line_counts_whole_answers_and_names_the_others():
     line = serve.footer(70, ended)
     assert line == "[70 tokens in 3 answers, 3 cancelled; stopped]"
     assert serve.footer(1, {"ended": 1}) == "[1 token in 1 answer; stopped]"
+
+
+@pytest.mark.parametrize(
+    ("capacity", "bytes_"), [(1, 1 << 20), (4096, 4 << 20), (1 << 20, 8 << 20)]
+)
+def test_the_largest_body_grows_with_the_capacity(capacity: int, bytes_: int):
+    assert largest_body(capacity) == bytes_
 
 
 def test_spaces_around_a_key_are_not_part_of_it():
@@ -66,6 +74,12 @@ def test_a_server_answers_what_it_accepted_after_sigterm(
     assert facts.items() >= asked.items()
     assert facts["cache_bytes"] > 0
     port = int(facts["url"].rpartition(":")[2])
+    headers = {"authorization": "Bearer from-the-environment", "content-type": "application/json"}
+    assert largest_body(facts["capacity"]) == 1 << 20
+    large = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    large.request("POST", "/v1/completions", None, headers | {"content-length": f"{(1 << 20) + 1}"})
+    assert large.getresponse().status == 413
+    large.close()
     connections = []
     for n in range(6):  # four of them wait in the queue
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
@@ -76,8 +90,6 @@ def test_a_server_answers_what_it_accepted_after_sigterm(
             "temperature": 0,
         }
         body = json.dumps(fields | {"stream": True, "stream_options": {"include_usage": True}})
-        headers = {"authorization": "Bearer from-the-environment"}
-        headers |= {"content-type": "application/json"}
         connection.request("POST", "/v1/completions", body, headers)
         connections.append(connection)
     answers = [connection.getresponse() for connection in connections]  # headers: all are accepted
