@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from xml.sax.saxutils import escape
 
 from benchmarks import llama_8b
-from benchmarks.protocol import made_plans
 from kvq_tools.evaluation.intervals import Interval
 
 FILE = pathlib.Path(__file__).parents[1] / "docs" / "front.svg"
@@ -58,17 +57,16 @@ def picture(candidates: Sequence[Point], subject: str, windows: int, sample: str
     """Render the SVG. subject: the model, its texts and how they are read. Intervals are over so
     many windows of `sample`."""
     inside = [point for point in candidates if point.kl < KL[1]]
+    beyond = [point for point in candidates if point.kl >= KL[1]]
     best = front(inside)
     parts = [*_head(subject), *_axes()]
+    parts += [_beyond(point) for point in beyond]
     parts += [_mark(point, "other", 2.5) for point in inside if point not in best]
     parts += [_mark(point, "front", 4.5) for point in best]
     parts += _labels(best)
-    note = (
-        f"95 % intervals over {windows} windows of {sample}: where they overlap, caches are not"
-        " told apart"
-    )
-    if any(made_plans.MARK in point.name for point in best):
-        note += "; plan: widths by kvq plan"
+    note = f"95 % intervals over {windows} windows of {sample}; paired ratios tell more apart"
+    if beyond:
+        note += f"; {len(beyond)} beyond the top"
     parts += [_text(LEFT, HEIGHT - 12, note, 12, "ink"), "</svg>"]
     return "\n".join(parts) + "\n"
 
@@ -112,6 +110,15 @@ def _mark(point: Point, kind: str, radius: float) -> str:
     bar = _line(x, _y(low), x, _y(high), kind)
     circle = f'<circle class="{kind}" cx="{x:.1f}" cy="{_y(point.kl):.1f}" r="{radius}">'
     return f"{bar}{circle}<title>{escape(point.name)}</title></circle>"
+
+
+def _beyond(point: Point) -> str:
+    """Return a triangle at the top for a point above the plot."""
+    x = _x(point.gib)
+    return (
+        f'<path class="other" d="M{x - 4:.1f} {TOP + 7} L{x + 4:.1f} {TOP + 7} L{x:.1f} {TOP} Z">'
+        f"<title>{escape(point.name)}: KL {point.kl:.2g}</title></path>"
+    )
 
 
 def _labels(best: Sequence[Point]) -> Iterator[str]:

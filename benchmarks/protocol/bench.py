@@ -72,7 +72,6 @@ class Bench:
             calibration_text=calibration,
             scored=plan.scored,
             windows=plan.windows,
-            planned=0,
             large_model=large_models.like(self.llama.config),
         )
         if not plan.json.exists():
@@ -114,8 +113,6 @@ class Bench:
         """Measure the rows that the file lacks, and write it after each group. After `hours` no
         further group is begun."""
         started, measured = time.monotonic(), {row.key for row in self.report.rows}
-        every = measured | set(rows)
-        self.report = dataclasses.replace(self.report, planned=len(every))
         missing = [row for row in rows if row not in measured]
         progress(f"{len(rows)} rows, {len(missing)} to measure")
         if measured and not missing:
@@ -125,7 +122,7 @@ class Bench:
                 progress(f"stopped after {hours:g} hours")
                 return
             self._add(self.measured(group))
-        if self.work.exists() and not self.report.partial:
+        if self.work.exists():
             delete_directory(self.work)
 
     def _add(self, rows: Sequence[Row]) -> None:

@@ -5,6 +5,8 @@ A run that is stopped has the first ones, so the ten of the README come first.
 
 from __future__ import annotations
 
+from kvq_tools.evaluation.protocol import Reading
+
 README = (
     "kivi:bits=2",
     "kivi:bits=4",
@@ -69,6 +71,16 @@ OWN_WINDOWS = tuple(
     cache for cache in README if cache.partition(":")[0] not in ("int4", "waterfill")
 )  # whose papers have windows of their own: the registry's defaults
 EXACT = "dense"  # its KL is rounding, its perplexity the model's
+
+
+def listed(context: int, reading: Reading) -> list[tuple[str, bool]]:
+    """Return (cache, own windows) pairs of one length and reading. EXACT is read once, since its
+    readings are equal, and papers' windows stand beside the protocol's after a prompt, as the
+    papers measure, to LONG tokens."""
+    exact = [(EXACT, False)] if reading == "prompt" else []
+    with_own = reading == "prompt" and context <= LONG
+    papers = [(cache, True) for cache in OWN_WINDOWS] if with_own else []
+    return exact + [(cache, False) for cache in of_context(context)] + papers
 
 
 def of_context(context: int) -> tuple[str, ...]:

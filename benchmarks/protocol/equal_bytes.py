@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import os
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from benchmarks import llama_8b
 from benchmarks.markdown import table, with_interval
@@ -43,11 +43,14 @@ INTRODUCTION = f"""\
 Made by `python -m benchmarks.results_page` from the rows of the protocol. For each other cache that
 was measured, the `{OURS}` cache with the least KL among those that are no larger, compared on the
 same windows, which are of other domains than the calibration's. Rows with * learned from a text,
-rows with † were measured on another processor than most. Brackets are 95 % intervals, t, of the
-logs of the ratios, widened by rounding. Bits are resident, for {{batch}} of {CONTEXT // 1024}K
-tokens of {llama_8b.NAME}; all caches keep the same tokens exact. In the small model, and at the
-contexts at which KL was measured, parameters weigh more (column MiB of the protocol's pages), those
-of `{OURS}` most: a line below each table counts by these bytes too."""
+rows with † were measured on another processor than most, and rows with ‡ keep more tokens exact
+than most, because their blocks are longer. Brackets are 95 % intervals, t, of the logs of the
+ratios over the windows of all texts, widened by rounding: a `{OURS}` cache is ahead if its interval
+ends below 1, by more than {GOAL:g} times if it ends below {1 / GOAL:.2f}. Bits are resident, for
+{{batch}} of {CONTEXT // 1024}K tokens of {llama_8b.NAME}. In the small model, and at the contexts
+at which KL was measured, parameters take a larger share, and those of `{OURS}` are the largest
+(column MiB of the protocol's pages): the last line below a table counts by these bytes, with the
+caches of `kvq plan`, whose widths are of that model's layers alone."""
 
 
 def compared(
@@ -66,7 +69,8 @@ def compared(
     def size(row: Row) -> int:
         return row.model_bytes if batch is None else report.large(row)[batch].resident
 
-    rows = sorted(report.quantized(context, reading), key=size)
+    measured = report.quantized(context, reading)
+    rows = sorted((row for row in measured if batch is None or not row.of_layers), key=size)
     ours = [row for row in rows if _ours(row)]
     for row in rows:
         if _ours(row):
@@ -76,16 +80,16 @@ def compared(
             yield row, None, None
             continue
         best = min(no_larger, key=lambda one: report.kl(one).value)
-        yield row, best, best.measured.over(row.measured, report.headline)
+        yield row, best, report.ratio(best, row)
 
 
 def verdict(ratio: Estimate | None) -> str:
     """Return what the interval of a ratio of KL tells."""
     if ratio is None:
-        return "none is so small"
+        return "none as small"
     low, high = ratio.interval
     if high < 1 / GOAL:
-        return f"ahead by more than {GOAL:g}"
+        return f"ahead by more than {GOAL:g} times"
     if high < 1:
         return "ahead"
     return "behind" if low > 1 else "not told apart"
@@ -143,10 +147,20 @@ def _counted(report: ProtocolReport, reading: str, context: int) -> str:
     ]
     budgets.append((None, f"{report.model} at {context:,} tokens"))
     for at, words in budgets:
-        verdicts = [verdict(ratio) for _, _, ratio in compared(report, reading, at, context)]
-        counts = [f"{verdicts.count(name)} {name}" for name in dict.fromkeys(sorted(verdicts))]
-        said.append(f"By the bytes of {words}: {', '.join(counts)}.")
-    return " ".join(said)
+        pairs = list(compared(report, reading, at, context))
+        said.append(f"- By the bytes of {words}: {_counts(ratio for _, _, ratio in pairs)}")
+        by_text = [report.ratio_by_text(best, row) for row, best, _ in pairs if best]
+        of_texts = [
+            f"{text.domain} {_counts(ratios[text.domain] for ratios in by_text)}"
+            for text in report.outside
+        ]
+        said[-1] += f" (on each text alone: {'; '.join(of_texts)})." if by_text else "."
+    return "\n".join(said)
+
+
+def _counts(ratios: Iterable[Estimate | None]) -> str:
+    verdicts = [verdict(ratio) for ratio in ratios]
+    return ", ".join(f"{verdicts.count(name)} {name}" for name in sorted(set(verdicts)))
 
 
 def _sequences(batch: int) -> str:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import pathlib
+import statistics
 import textwrap
 
 from benchmarks import front_picture, llama_8b
@@ -73,10 +74,7 @@ def section(report: ProtocolReport, results: str, other: ProtocolReport | None =
     """
     shown = readings(report)
     beside = () if other is None else (_column_of(other),)
-    rows = sorted(
-        (report.row(cache, LENGTH, shown[0]) for cache in README),
-        key=lambda row: report.large(row)[0].resident,
-    )
+    rows = report.by_size(report.row(cache, LENGTH, shown[0]) for cache in README)
     lines = (
         (
             report.marked(row),
@@ -92,7 +90,8 @@ def section(report: ProtocolReport, results: str, other: ProtocolReport | None =
         for row in rows
     )
     titles = (title for title, _ in beside)
-    head = (*HEAD, *(COLUMNS[reading] for reading in shown), "same top token", *titles)
+    agreement = f"same top token, {COLUMNS[shown[0]].removeprefix('KL, ')}"
+    head = (*HEAD, *(COLUMNS[reading] for reading in shown), agreement, *titles)
     note = textwrap.fill(
         _note(report, results, other), 100, break_long_words=False, break_on_hyphens=False
     )
@@ -104,7 +103,11 @@ def _column_of(report: ProtocolReport) -> tuple[str, dict[str, str]]:
     most of them."""
     reading = most_measured(report)
     rows = report.quantized(LENGTH, reading)
-    kl = {row.cache: with_interval(*report.kl(row), "#.2g") for row in rows}
+    kl = {
+        row.cache: f"{with_interval(*report.kl(row), '#.2g')}"
+        f"{'†' * report.of_another_processor(row)}"
+        for row in rows
+    }
     return f"{report.model}: {COLUMNS[reading]}", kl
 
 
@@ -127,16 +130,27 @@ def most_measured(report: ProtocolReport) -> Reading:
 
 
 def points(report: ProtocolReport, reading: Reading) -> list[Point]:
-    """Return every cache with the protocol's windows in one reading, the smallest first."""
+    """Return every cache with the protocol's windows in one reading, the smallest first, without
+    plans, which have no size for the large model."""
     measured = [
         Point(row.cache, report.large(row)[0].resident / 2**30, *report.kl(row))
         for row in report.quantized(LENGTH, reading)
+        if not row.of_layers
     ]
     return sorted(measured, key=lambda point: point.gib)
 
 
 def _texts(report: ProtocolReport) -> str:
     return " and ".join(A_TEXT.get(text.domain, text.domain) for text in report.outside)
+
+
+def _share_of(other: ProtocolReport | None) -> str:
+    """Say what share of tokens is exact in another model, whose windowed layers read fewer."""
+    if other is None:
+        return ""
+    rows = other.quantized(LENGTH, most_measured(other))
+    share = statistics.median(row.exact_share for row in rows)
+    return f" ({share:.1%} in `{other.model}`, most of whose layers read windows)"
 
 
 def _note(report: ProtocolReport, results: str, other: ProtocolReport | None) -> str:
@@ -148,7 +162,7 @@ def _note(report: ProtocolReport, results: str, other: ProtocolReport | None) ->
         else ""
     )
     if any(report.of_another_processor(report.row(cache, LENGTH, shown[0])) for cache in README):
-        learned += " † marks another processor."
+        learned += " † marks a number of another processor than most."
     read = {
         "decoded": (
             f" Decoded: all tokens from {DECODED_FROM} on go through the cache one by one, so that"
@@ -168,6 +182,6 @@ def _note(report: ProtocolReport, results: str, other: ProtocolReport | None) ->
         f" of a step. KL to full precision is that of `{report.model}` on"
         f" {_texts(report)}, with 95 % intervals over {len(report.headline)} windows. Every cache"
         f" keeps the first {SINK} and the newest {RECENT} tokens exact, {share:.1%} of what a"
-        f" scored token reads (more with blocks of 64 or 128).{readings_said}"
+        f" scored token reads{_share_of(other)}.{readings_said}"
         f"{learned} All rows: {', '.join(pages)}; [at equal bytes]({results}equal_bytes.md)."
     )

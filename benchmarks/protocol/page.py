@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import itertools
 import pathlib
+from collections.abc import Iterator
 
 import kvq_jax as kvq
 from benchmarks.markdown import bracket, head, table, with_interval
-from benchmarks.protocol import made_plans
+from benchmarks.protocol import caches, made_plans
 from benchmarks.protocol.large_models import CONTEXT
 from benchmarks.protocol.report import ProtocolReport, Row
 from kvq_jax.cache.size import COMPARED_BATCHES
-from kvq_tools.evaluation.protocol import DECODED_FROM, MAX_EXACT, RECENT, SINK, WORDS, choice
+from kvq_tools.evaluation.protocol import (
+    DECODED_FROM,
+    MAX_EXACT,
+    READINGS,
+    RECENT,
+    SINK,
+    WORDS,
+    choice,
+)
 from kvq_tools.report.verdict import MIN_KL, sentence
 
 
@@ -23,9 +32,10 @@ def page(report: ProtocolReport, file: pathlib.Path) -> str:
         lambda row: (row.context, row.reading),
     )
     for (context, reading), rows in by_table:
-        chosen = sorted(rows, key=lambda row: (row.own_windows, report.large(row)[0].resident))
+        chosen = sorted(report.by_size(rows), key=lambda row: row.own_windows)
         parts += [f"## {context} tokens, {WORDS[reading]}", _table(report, chosen)]
-        equal = [row for row in chosen if not row.own_windows]
+        alike = [row for row in chosen if not (row.own_windows or row.of_layers)]
+        equal = [row for row in alike if not report.keeps_more(row)]
         if len(equal) > 1:
             parts.append(verdict(report, equal))
     decoded = _decoded_over_prompt(report)
@@ -41,6 +51,8 @@ def page(report: ProtocolReport, file: pathlib.Path) -> str:
             "KL of rows above, measured again on another kind of processor, over their KL.",
             table(("cache", "context", "reading", "processor", "ratio"), _elsewhere(report)),
         ]
+    if missing := "\n".join(_not_measured(report)):
+        parts += ["## Caches of the protocol's list that were not measured", missing]
     return "\n\n".join(parts)
 
 
@@ -67,13 +79,15 @@ def _said(report: ProtocolReport) -> list[str]:
         f"Model: {report.model}, float32. {report.windows} windows each of {texts}; the last"
         f" {report.scored} tokens of a window are scored, the same in both readings.",
         f"The first {SINK} and the newest {RECENT} tokens are exact in every row but those with the"
-        " paper's windows; `exact` is the mean share of exact tokens among those that a scored one"
-        f" reads, with ! above {MAX_EXACT:.0%}.",
+        " paper's windows, and more in those marked ‡, whose blocks are longer; `exact` is the mean"
+        f" share of exact tokens among those that a scored one reads, with ! above {MAX_EXACT:.0%}."
+        " No verdict compares rows marked ‡.",
         f"`decoded` prefills {DECODED_FROM} tokens and decodes all others.",
         "KL in nats per token: mean with a 95 % interval over windows (modified Cox, widened by the"
         " rounding that other batches and steps show), median, 99.9th percentile, all over the"
         " windows outside the calibration's domain.",
-        f"Bits and GiB are resident, for {report.large_model} at {CONTEXT // 1024}K tokens.",
+        f"Bits and GiB are resident, for {report.large_model} at {CONTEXT // 1024}K tokens. Bytes"
+        f" are what a cache takes at commit {report.commit}; KL was measured at those named below.",
     ]
     if report.calibration_text:
         said.append(
@@ -83,18 +97,36 @@ def _said(report: ProtocolReport) -> list[str]:
     named = {row.processor or "unknown" for row in report.rows if report.of_another_processor(row)}
     if others := sorted(named):
         said.append(f"Rows marked † were measured on another processor: {', '.join(others)}.")
-    if any(made_plans.MARK in row.cache for row in report.rows):
+    if unnamed := sum(not row.processor for row in report.rows):
+        said.append(f"{unnamed} of {len(report.rows)} rows do not name their processor.")
+    if any(row.of_layers for row in report.rows):
         said.append(
             "`plan=B` stands for the widths that `kvq plan` chose for B stored bits, from the text"
             f" that other rows were calibrated on ([{made_plans.FILE.name}]"
-            f"(../protocol/{made_plans.FILE.name}))."
+            f"(../protocol/{made_plans.FILE.name})): widths of the layers of {report.model}, which"
+            f" have no size for {report.large_model}."
         )
-    if report.partial:
-        said.append(f"**Partial: {len(report.rows)} of {report.planned} rows.**")
     said.append("Runs chose rows by --caches, --contexts and --readings.")
     commits = sorted({row.commit for row in report.rows})
     said.append(f"Code: {', '.join(commits)}.")
     return said
+
+
+def _not_measured(report: ProtocolReport) -> Iterator[str]:
+    """Yield, for each length and reading, the caches of the protocol's list without a row. A
+    command that names its caches has no others."""
+    if "--caches" in report.command:
+        return
+    for context, reading in itertools.product(
+        sorted({row.context for row in report.rows}), READINGS
+    ):
+        lacking = [
+            f"`{cache}`{' in its own windows' * own_windows}"
+            for cache, own_windows in caches.listed(context, reading)
+            if report.find(cache, context, reading, own_windows) is None
+        ]
+        if lacking:
+            yield f"- {context} tokens, {WORDS[reading]}: {', '.join(lacking)}."
 
 
 def _table(report: ProtocolReport, rows: list[Row]) -> str:
@@ -114,22 +146,17 @@ def _table(report: ProtocolReport, rows: list[Row]) -> str:
         "rounding",
         "seconds",
     )
-    lines = []
-    for row in rows:
-        cache, *numbers = cells(report, row)
-        mark = "†" if report.of_another_processor(row) else ""
-        lines.append((f"{cache}{mark}", *numbers, f"{row.seconds:.0f}"))
+    lines = ((*cells(report, row), f"{row.seconds:.0f}") for row in rows)
     return table(columns, lines)
 
 
 def cells(report: ProtocolReport, row: Row) -> tuple[str, ...]:
     """Return the printed cells of a row, without its time."""
-    measured, sizes, outside = row.measured, report.large(row), report.headline
+    measured, outside = row.measured, report.headline
     perplexity = measured.perplexity(outside)
     return (
-        f"`{row.cache}`{'*' * row.calibrated}{_own(row)}",
-        f"{sizes[0].resident_bits:.2f}",
-        *(f"{size.resident / 2**30:.2f}" for size in sizes),
+        f"{report.marked(row)}{_own(row)}",
+        *_large_cells(report, row),
         f"{row.model_bytes / 2**20:.1f}",
         f"{row.exact_share:.1%}{'!' if row.exact_share > MAX_EXACT and _lossy(row) else ''}",
         with_interval(*report.kl(row), "#.3g"),
@@ -140,6 +167,13 @@ def cells(report: ProtocolReport, row: Row) -> tuple[str, ...]:
         f"{perplexity.value:.2f}{bracket(perplexity.interval, '.2f')}",
         f"{measured.rounding:.1%}" if _lossy(row) else "",
     )
+
+
+def _large_cells(report: ProtocolReport, row: Row) -> tuple[str, ...]:
+    if row.of_layers:
+        return ("",) * (1 + len(COMPARED_BATCHES))
+    sizes = report.large(row)
+    return f"{sizes[0].resident_bits:.2f}", *(f"{size.resident / 2**30:.2f}" for size in sizes)
 
 
 def _own(row: Row) -> str:
@@ -158,7 +192,7 @@ def _decoded_over_prompt(report: ProtocolReport) -> list[tuple[str, ...]]:
     for row in report.rows:
         prompt = report.find(row.cache, row.context, "prompt")
         if row.reading == "decoded" and prompt:
-            ratio = row.measured.over(prompt.measured, report.headline)
+            ratio = report.ratio(row, prompt)
             lines.append((f"`{row.cache}`", f"{row.context}", with_interval(*ratio, ".2f")))
     return lines
 
@@ -167,7 +201,7 @@ def _elsewhere(report: ProtocolReport) -> list[tuple[str, ...]]:
     lines = []
     for row in report.elsewhere:
         here = report.row(row.cache, row.context, row.reading, row.own_windows)
-        ratio = row.measured.over(here.measured, report.headline)
+        ratio = report.ratio(row, here)
         cells = f"`{row.cache}`", f"{row.context}", row.reading, row.processor
         lines.append((*cells, with_interval(*ratio, ".3f")))
     return lines

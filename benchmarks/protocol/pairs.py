@@ -9,7 +9,7 @@ windows: the cache that should win first. Below them is waterfill in each basis,
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from benchmarks import llama_8b
 from benchmarks.markdown import table, with_interval
@@ -18,7 +18,8 @@ from benchmarks.protocol.front_page import LENGTH, SOURCES
 from benchmarks.protocol.large_models import CONTEXT
 from benchmarks.protocol.report import ProtocolReport
 from benchmarks.report_file import RESULTS
-from kvq_tools.evaluation.protocol import READINGS, WORDS
+from kvq_tools.evaluation.intervals import Estimate
+from kvq_tools.evaluation.protocol import READINGS, RECENT, SINK, WORDS
 
 FILE = RESULTS / "pairs.md"
 MULTI_HEAD_FILE = RESULTS / "protocol_smollm2_multi_head.json"
@@ -78,10 +79,13 @@ INTRODUCTION = f"""\
 # The papers' methods in pairs
 
 Made by `python -m benchmarks.results_page` from the rows of the protocol: the KL of a cache over
-that of another on the same windows, which are of other domains than the calibration's, in equal
-windows and contexts of {LENGTH} tokens. Brackets are 95 % intervals, t, of the logs of the ratios,
-widened by rounding; in bold if they leave out 1. Bits are resident, for one sequence of
-{CONTEXT // 1024}K tokens of {llama_8b.NAME}."""
+that of another on the same windows, which are of other domains than the calibration's, in contexts
+of {LENGTH} tokens. Brackets are 95 % intervals, t, of the logs of the ratios over the windows of
+all texts, widened by rounding; in bold if they leave out 1. If the texts lie on different sides of
+1, and one of them by its own interval, each text's ratio follows. All caches keep the first {SINK}
+and the newest {RECENT} tokens exact; those with ‡ keep more, because their blocks are longer. Those
+with * learned from a text. Bits are resident, for one sequence of {CONTEXT // 1024}K tokens of
+{llama_8b.NAME}."""
 BASES_HEAD = "## Waterfill in each basis, and with the widths of a plan"
 OWN_HEADS = f"""\
 ## If each query head has its KV head
@@ -120,22 +124,37 @@ def _section(sources: Sequence[pathlib.Path], pairs: Sequence[tuple[str, str]]) 
 
 
 def _line(pair: tuple[str, str], columns: list[tuple[ProtocolReport, str]]) -> tuple[str, ...]:
-    cells = []
-    for cache in pair:
-        bits = (
-            f"{report.large(row)[0].resident_bits:.2f}"
-            for report, reading in columns
-            if (row := report.find(cache, LENGTH, reading))
-        )
-        cells += [f"`{cache}`", next(bits, "")]
-    return (*cells, *(_ratio(report, reading, pair) for report, reading in columns))
+    one, other = (_cells(cache, columns) for cache in pair)
+    return (*one, *other, *(_ratio(report, reading, pair) for report, reading in columns))
+
+
+def _cells(cache: str, columns: list[tuple[ProtocolReport, str]]) -> tuple[str, str]:
+    """Return a cache's name and bits, from the first report that has it."""
+    for report, reading in columns:
+        if row := report.find(cache, LENGTH, reading):
+            bits = "" if row.of_layers else f"{report.large(row)[0].resident_bits:.2f}"
+            return report.named(row), bits
+    return f"`{cache}`", ""
 
 
 def _ratio(report: ProtocolReport, reading: str, pair: tuple[str, str]) -> str:
     one, other = (report.find(cache, LENGTH, reading) for cache in pair)
     if one is None or other is None:
         return ""
-    ratio = one.measured.over(other.measured, report.headline)
+    ratio = report.ratio(one, other)
     shown = with_interval(*ratio, ".2f")
     low, high = ratio.interval  # nan if one window was measured
-    return f"**{shown}**" if low > 1 or high < 1 else shown
+    pooled = f"**{shown}**" if low > 1 or high < 1 else shown
+    of_texts = report.ratio_by_text(one, other)
+    return f"{pooled} ({_of_each(of_texts)})" if differ(of_texts.values()) else pooled
+
+
+def differ(ratios: Iterable[Estimate]) -> bool:
+    """Return True if ratios lie on different sides of 1, at least one of them by its interval."""
+    texts = list(ratios)
+    sides = {ratio.value > 1 for ratio in texts}
+    return len(sides) > 1 and any(low > 1 or high < 1 for _, (low, high) in texts)
+
+
+def _of_each(ratios: Mapping[str, Estimate]) -> str:
+    return ", ".join(f"{text} {with_interval(*ratio, '.2f')}" for text, ratio in ratios.items())

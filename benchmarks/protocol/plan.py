@@ -105,7 +105,11 @@ def planned(plan: Plan) -> list[Wanted]:
         Wanted(cache, own_windows, context, reading)
         for context in plan.contexts
         for reading in plan.readings
-        for cache, own_windows in _caches_of(plan, context, reading)
+        for cache, own_windows in (
+            caches.listed(context, reading)
+            if plan.caches is None
+            else [(cache, False) for cache in plan.caches]
+        )
     ]
     for context in plan.contexts:
         if plan.sizes(context).width > plan.config.positions:
@@ -115,18 +119,6 @@ def planned(plan: Plan) -> list[Wanted]:
                 " --contexts"
             )
     return rows
-
-
-def _caches_of(plan: Plan, context: int, reading: Reading) -> list[tuple[str, bool]]:
-    """Return (cache, own windows) pairs. `dense` is read once, since its readings are equal, and
-    papers' windows stand beside the protocol's after a prompt, as the papers measure, to 4K
-    tokens."""
-    if plan.caches is not None:
-        return [(cache, False) for cache in plan.caches]
-    exact = [(caches.EXACT, False)] if reading == "prompt" else []
-    with_own = reading == "prompt" and context <= caches.LONG
-    papers = [(cache, True) for cache in caches.OWN_WINDOWS] if with_own else []
-    return exact + [(cache, False) for cache in caches.of_context(context)] + papers
 
 
 def _text(words: str, names_alone: bool) -> tuple[str, str, str]:

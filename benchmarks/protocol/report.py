@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 
 import kvq_jax as kvq
 from benchmarks import llama_8b
-from benchmarks.protocol import large_models
+from benchmarks.protocol import large_models, made_plans
 from benchmarks.protocol.caches import EXACT
 from benchmarks.report_file import Report
 from kvq_tools.evaluation.intervals import Estimate
 from kvq_tools.evaluation.protocol import Measured, Reading, Sizes
+
+MORE = 1.1  # times the exact tokens of most caches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +58,11 @@ class Row:
     processor: str = ""
 
     @property
+    def of_layers(self) -> bool:
+        """True for a plan, whose widths are of the layers of the model measured."""
+        return made_plans.MARK in self.cache
+
+    @property
     def key(self) -> tuple[str, bool, int, Reading]:
         return self.cache, self.own_windows, self.context, self.reading
 
@@ -66,7 +74,6 @@ class ProtocolReport(Report):
     Args:
         calibration_text: what calibration learned from; the headline is over the windows of texts
             of other domains.
-        planned: how many rows there will be.
         large_model: the model whose resident bytes stand beside a row's divergence.
         elsewhere: rows of `rows`, measured once more on another kind of processor.
     """
@@ -77,7 +84,6 @@ class ProtocolReport(Report):
     calibration_text: Text | None
     scored: int
     windows: int
-    planned: int
     large_model: str = llama_8b.NAME
     rows: tuple[Row, ...] = ()
     elsewhere: tuple[Row, ...] = ()
@@ -86,8 +92,19 @@ class ProtocolReport(Report):
         return Sizes(context, self.scored, self.windows)
 
     def large(self, row: Row) -> tuple[kvq.size.Size, ...]:
-        """Return the sizes of a row's cache for the large model, for each of COMPARED_BATCHES."""
+        """Return the sizes of a row's cache for the large model, for each of COMPARED_BATCHES.
+        ValueError for the widths of a plan, which are of the layers of the model measured."""
+        if row.of_layers:
+            raise ValueError(f"{row.cache} has widths for the layers of {self.model} alone")
         return large_models.sizes(row.spec, self.large_model)
+
+    def by_size(self, rows: Iterable[Row]) -> list[Row]:
+        """Return rows from the smallest to the largest cache of the large model, plans last."""
+        chosen = list(rows)
+        plans = [row for row in chosen if row.of_layers]
+        others = [row for row in chosen if not row.of_layers]
+        others.sort(key=lambda row: self.large(row)[0].resident)
+        return others + sorted(plans, key=lambda row: row.model_bytes)
 
     @property
     def domains(self) -> Mapping[str, Sequence[int]]:
@@ -115,10 +132,6 @@ class ProtocolReport(Report):
             for window in range(self.windows)
         ]
 
-    @property
-    def partial(self) -> bool:
-        return len(self.rows) < self.planned
-
     def find(self, cache: str, context: int, reading: str, own_windows: bool = False) -> Row | None:
         """Return one row, or None if it was not measured."""
         key = (cache, own_windows, context, reading)
@@ -142,14 +155,36 @@ class ProtocolReport(Report):
         ]
 
     def of_another_processor(self, row: Row) -> bool:
-        """Return True if another kind of processor measured most rows."""
-        counts = collections.Counter(one.processor for one in self.rows)
-        return row.processor != counts.most_common(1)[0][0]
+        """Return True if another kind of processor measured most of the rows that name theirs."""
+        counts = collections.Counter(one.processor for one in self.rows if one.processor)
+        return bool(row.processor) and row.processor != counts.most_common(1)[0][0]
+
+    def keeps_more(self, row: Row) -> bool:
+        """Return True if a row keeps more tokens exact than most caches do at its length, because
+        its blocks are longer."""
+        alike = [one.exact_share for one in self.quantized(row.context, row.reading)]
+        return not row.own_windows and row.exact_share > MORE * statistics.median(alike)
 
     def marked(self, row: Row) -> str:
-        """Return a row's cache with * if it learned from a text, and † if another processor than
-        that of most rows measured it."""
-        return f"`{row.cache}`{'*' * row.calibrated}{'†' * self.of_another_processor(row)}"
+        """Return a row's cache with * if it learned from a text, † if another processor than that
+        of most rows measured it, and ‡ if it keeps more tokens exact than most."""
+        return f"{self.named(row)}{'†' * self.of_another_processor(row)}"
+
+    def named(self, row: Row) -> str:
+        """Return a row's cache with the marks * and ‡ of `marked`."""
+        return f"`{row.cache}`{'*' * row.calibrated}{'‡' * self.keeps_more(row)}"
 
     def kl(self, row: Row) -> Estimate:
         return row.measured.kl(self.headline)
+
+    def ratio(self, row: Row, other: Row) -> Estimate:
+        """Return the KL of a row over another's, paired over the windows of the headline. Texts are
+        pooled, so a ratio that differs between them has a wide interval."""
+        return row.measured.over(other.measured, self.headline)
+
+    def ratio_by_text(self, row: Row, other: Row) -> dict[str, Estimate]:
+        """Return the same ratio on each text of the headline alone, by its domain."""
+        return {
+            text.domain: row.measured.over(other.measured, self.domains[text.domain])
+            for text in self.outside
+        }

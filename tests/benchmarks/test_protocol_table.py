@@ -13,6 +13,7 @@ from benchmarks.protocol import equal_bytes, front_page, large_models, made_plan
 from benchmarks.protocol.caches import README
 from benchmarks.protocol.page import page
 from benchmarks.protocol.report import ProtocolReport
+from kvq_tools.evaluation.intervals import Estimate, Interval
 
 ROOT = pathlib.Path(__file__).parents[2]
 CACHE = "xquant:bits=4"
@@ -60,6 +61,61 @@ def test_a_cache_alone_gets_no_verdict(report: ProtocolReport):
     assert "bits take" not in page(alone, front_page.FILE)
 
 
+def test_caches_of_longer_blocks_are_marked_and_no_verdict_names_them(report: ProtocolReport):
+    kept = tuple(
+        dataclasses.replace(row, exact_share=1.2 * row.exact_share) if row.cache == CACHE else row
+        for row in report.rows
+    )
+    longer = dataclasses.replace(report, rows=kept)
+    for one, mark in ((report, ""), (longer, "‡")):
+        text = page(one, front_page.FILE).partition("\n\n## 2048 tokens, decoded")[0]
+        assert f"| `{CACHE}`{mark} |" in text
+        verdict = next(line for line in text.splitlines() if "bits take" in line)
+        assert (f"`{CACHE}`" in verdict) == (not mark)
+    assert longer.named(longer.row(CACHE, 2048, "prompt")) == f"`{CACHE}`‡"
+
+
+def test_plans_have_no_size_for_another_model_and_compete_by_their_own_bytes(
+    report: ProtocolReport,
+):
+    plans = [row for row in report.quantized(2048, "prompt") if row.of_layers]
+    assert plans
+    with pytest.raises(ValueError, match="widths for the layers of smollm2 alone"):
+        report.large(plans[0])
+    best = {
+        batch: {row.cache for _, row, _ in equal_bytes.compared(report, "prompt", batch) if row}
+        for batch in (0, None)
+    }
+    names = {row.cache for row in plans}
+    assert not names & best[0]
+    assert names & best[None]
+    assert not names & {point.name for point in front_page.points(report, "prompt")}
+    cells = _cells(page(report, front_page.FILE), "after", f"| `{plans[0].cache}`")
+    assert cells[1:4] == ["", "", ""]
+
+
+def test_texts_on_different_sides_of_1_are_told_apart():
+    def estimate(low: float, high: float) -> Estimate:
+        return Estimate((low * high) ** 0.5, Interval(low, high))
+
+    below, above = estimate(0.5, 0.9), estimate(0.9, 2.0)
+    assert pairs.differ([below, above])
+    assert not pairs.differ([below, below])
+    assert not pairs.differ([estimate(0.8, 1.1), above]), "neither text tells anything"
+    text = " ".join(pairs.contents().split())
+    assert "0.97 [0.79, 1.19] (novel 1.47 [1.27, 1.70], code 0.65 [0.55, 0.76])" in text
+
+
+def test_a_page_lists_the_caches_that_were_not_measured(report: ProtocolReport):
+    rows = tuple(row for row in report.rows if (row.cache, row.reading) != (CACHE, "prompt"))
+    for one, expected in ((report, False), (dataclasses.replace(report, rows=rows), True)):
+        lists = page(one, front_page.FILE).partition("that were not measured")[2]
+        line = next((line for line in lists.splitlines() if "2048 tokens, after" in line), "")
+        assert (f"`{CACHE}`," in line) == expected
+    chosen = dataclasses.replace(report, rows=rows, command=f"{report.command} --caches dense")
+    assert "not measured" not in page(chosen, front_page.FILE)
+
+
 @pytest.fixture(scope="module")
 def in_pairs(report: ProtocolReport) -> ProtocolReport:
     """Return the rows of the README but the eigenbasis: waterfill has one cache, of 2.5 bits."""
@@ -104,7 +160,7 @@ def test_a_verdict_beside_waterfill_needs_the_whole_interval(in_pairs: ProtocolR
             "behind": low > 1,
             "not told apart": low <= 1 <= high,
             "ahead": 1 / 1.5 <= high < 1,
-            "ahead by more than 1.5": high < 1 / 1.5,
+            "ahead by more than 1.5 times": high < 1 / 1.5,
         }
         assert [verdict for verdict, holds in by_hand.items() if holds] == [said], cache
     assert {"ahead", "behind"} <= {said for _, said in ratios.values()}
@@ -153,7 +209,8 @@ def test_a_page_marks_rows_of_another_processor_and_says_how_far_they_move(repor
         dataclasses.replace(one, processor="") if one is moved else one for one in rows
     )
     old = page(dataclasses.replace(report, rows=nameless), front_page.FILE)
-    assert "measured on another processor: unknown." in old, "a name that was not kept is empty"
+    assert "†" not in old, "of a name that was not kept, nothing is known"
+    assert f"1 of {len(rows)} rows do not name their processor." in old
     for mark, one in (("†", of_one), ("", report)):
         assert one.marked(one.row(CACHE, 2048, "prompt")) == f"`{CACHE}`{mark}"
     ratio = _cells(text, "## On another processor", f"| `{CACHE}`")[-1]
