@@ -1,5 +1,5 @@
-"""Make benchmarks/results/claims.md: every comparative sentence of the README and of docs/papers.md
-with the intervals behind it.
+"""Make benchmarks/results/claims.md: every comparative sentence of the README, of the papers' and
+the protocol's pages and of our own method's, with the intervals behind it.
 
 A sentence's intervals are those in it, or on the line of its table or in its paragraph, which link
 the pages that they come from. `python -m benchmarks.results_page` writes the file.
@@ -16,7 +16,12 @@ from benchmarks.markdown import table
 
 ROOT = pathlib.Path(__file__).parents[1]
 FILE = ROOT / "benchmarks" / "results" / "claims.md"
-PAGES = "README.md", "docs/papers.md"
+PAGES = (
+    "README.md",
+    "docs/papers.md",
+    "docs/evaluation.md",
+    "kvq_jax/methods/waterfill/README.md",
+)
 COMPARES = re.compile(
     r"\b(ahead|behind|of dense's|as long as|told apart|than|times|beats?|better|worse|lower|higher"
     r"|smaller|larger|faster|slower|holds|level with|helps|as good as)\b",
@@ -29,6 +34,7 @@ NO_COMPARISON = (
     "A KV cache outgrows its model",  # methods "behind one interface"
     "Brackets are 95 % intervals",  # the notation
     "A verdict is given only if",
+    "The shorter the window of tokens",
 )
 HEAD = "page", "sentence", "intervals", "from"
 SHOWN = 3  # intervals of a sentence; the page has the others
@@ -45,12 +51,15 @@ class Claim(NamedTuple):
 
 
 def claims(page: str, text: str) -> Iterator[Claim]:
-    """Yield the comparative sentences of a page, in its order. Code and headings have none."""
+    """Yield the sentences of a page that compare or have an interval, in its order. Code and
+    headings have none, and of tables those lines alone that compare in words."""
     for paragraph, sources in linked(text):
         intervals = INTERVAL.findall(paragraph)
         for sentence in _sentences(paragraph):
-            if COMPARES.search(sentence) and not sentence.startswith(NO_COMPARISON):
-                nearest = INTERVAL.findall(sentence) or intervals
+            given = INTERVAL.findall(sentence)
+            compares = COMPARES.search(sentence) or (given and not paragraph.startswith("|"))
+            if compares and not sentence.startswith(NO_COMPARISON):
+                nearest = given or intervals
                 yield Claim(page, sentence, tuple(nearest), sources)
 
 
@@ -101,8 +110,8 @@ def contents() -> str:
     )
     return (
         "# Comparative sentences and their intervals\n\nMade by `python -m benchmarks.results_page`"
-        " from the README and docs/papers.md: every sentence that compares, the 95 % intervals in"
-        " it (or in its line or paragraph), and the pages that these come from.\n\n"
+        f" from {', '.join(PAGES)}: every sentence that compares, the 95 % intervals in it (or in"
+        " its line or paragraph), and the pages that these come from.\n\n"
         f"{table(HEAD, lines)}\n"
     )
 
