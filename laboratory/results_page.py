@@ -7,6 +7,7 @@ alone.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import fnmatch
 import functools
 import json
@@ -28,8 +29,20 @@ RESULTS = pathlib.Path(__file__).parent / "results"
 INTRODUCTION = """\
 # Results of studies
 
-A page for each JSON file of this folder. A page begins with the command that measured it; modules
-have moved to `laboratory` since."""
+A page for each JSON file of this folder. A page begins with the command that measures its numbers.
+Programs that lay in `benchmarks` at the commit of a page have the names that they have now; the
+JSON file has the command as it was typed."""
+# the words of recorded commands, and the programs and the folder that took their place
+MOVED = {
+    "benchmarks.quality.layer_similarity": "laboratory.run layer_similarity",
+    "benchmarks.quality.squat_subspace": "laboratory.run squat_subspace",
+    "benchmarks.quality": "laboratory.quality",
+    "benchmarks.serving_soak": "laboratory.serving_soak",
+    "benchmarks.soak": "laboratory.soak",
+    "benchmarks.cpu.squat_prefill": "laboratory.squat_prefill",
+    "benchmarks/results": "laboratory/results",
+    " --predicted 0": "",  # an option of SQuat's study that is gone, and that asked for nothing
+}
 KEPT = {
     "squat_subspace*": "how well a prompt's queries tell where later ones lie",
     "layer_similarity*": "how alike successive layers' inputs, keys and values are",
@@ -84,7 +97,8 @@ KINDS = (
 def render(folder: pathlib.Path) -> dict[str, str]:
     """Return the text of each page by its file's name, without the pages of `KEPT`."""
     reports = {
-        file.stem: (file, kind, report) for file, kind, report in read_reports(folder, KINDS)
+        file.stem: (file, kind, dataclasses.replace(report, command=current(report.command)))
+        for file, kind, report in read_reports(folder, KINDS)
     }
     pages = {
         f"{stem}.md": kind.page(report, file) for stem, (file, kind, report) in reports.items()
@@ -99,6 +113,13 @@ def render(folder: pathlib.Path) -> dict[str, str]:
     return {name: text + "\n" for name, text in ({"README.md": index} | pages).items()}
 
 
+def current(command: str) -> str:
+    """Return a recorded command with the names that its program and its folder have now."""
+    for before, now in MOVED.items():
+        command = command.replace(before, now)
+    return command
+
+
 def kept_subject(file: pathlib.Path) -> str:
     return next((text for stems, text in KEPT.items() if fnmatch.fnmatch(file.stem, stems)), "")
 
@@ -108,7 +129,7 @@ def _kept_line(file: pathlib.Path, subject: str) -> tuple[str, ...]:
     return (
         f"[{header['title']}]({file.stem}.md)",
         subject,
-        f"`{header['command']}`",
+        f"`{current(header['command'])}`",
         f"[{file.name}]({file.name})",
         f"{header['date']}, {header['device']}",
     )
