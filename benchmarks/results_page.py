@@ -21,7 +21,6 @@ from benchmarks import (
     serving_start,
 )
 from benchmarks.cpu import page as cpu_page
-from benchmarks.cpu import roofline
 from benchmarks.cpu.request import report as request
 from benchmarks.cpu.timing import CpuReport
 from benchmarks.faults import cost
@@ -119,12 +118,6 @@ KINDS = (
         mesh.MeshReport,
         mesh.page,
         "decode steps on virtual devices, and what their collectives cost",
-    ),
-    Kind(
-        "roofline*",
-        roofline.RooflineReport,
-        roofline.page,
-        "the CPU kernel's time against memory's and arithmetic's, instructions",
     ),
     Kind(
         "verification*",
