@@ -47,9 +47,9 @@ def section(results: str) -> str:
     note = (
         "Compare within a column. SmolLM2, whose `dense` cache is float32 on a CPU: a decode step"
         f" on two cores after [6K tokens]{pages[STEP]} and, on another machine, after [1K and"
-        f" 16K]{pages[SHORT_AND_LONG]}; a [request]{pages[REQUEST]} of 4,096 tokens on one core,"
-        f" from one GGUF file. H200: [attention]{pages[GPU]} over 16 x 32K tokens in one layer of"
-        " Llama-3.1-8B, where `dense` is cuDNN in bfloat16 and the last `waterfill` is"
+        f" 16K]{pages[SHORT_AND_LONG]}{_without_blocks()}; a [request]{pages[REQUEST]} of 4,096"
+        f" tokens on one core, from one GGUF file. H200: [attention]{pages[GPU]} over 16 x 32K"
+        " tokens in one layer of Llama-3.1-8B, where `dense` is cuDNN in bfloat16 and the last `waterfill` is"
         f" `{ON_GPU}`."
     )
     filled = textwrap.fill(note, 100, break_long_words=False, break_on_hyphens=False)
@@ -57,10 +57,19 @@ def section(results: str) -> str:
 
 
 def _steps(file: pathlib.Path, tokens: int) -> Cells:
-    rows = CpuReport.read(file).rows
+    report = CpuReport.read(file)
     return {
-        row.implementation: f"{row.median_ms:.1f}" for row in rows if row.shape.tokens == tokens
+        row.implementation: f"{report.step_ms(row):.1f}"
+        for row in report.rows
+        if row.shape.tokens == tokens
     }
+
+
+def _without_blocks() -> str:
+    """Return a remark if a cache's step leaves out its share of quantizing blocks."""
+    reports = map(CpuReport.read, (STEP, SHORT_AND_LONG))
+    blocks = {c.block for r in reports for c in map(r.cycle, r.rows) if c.left_out}
+    return f", steps that quantize a block (one in {max(blocks)}) left out" if blocks else ""
 
 
 def _mebibytes() -> Cells:

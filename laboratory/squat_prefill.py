@@ -101,15 +101,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parsed(parser, argv)
     command = ("laboratory.squat_prefill", *arguments(argv))
     title = "Prefill of one layer with SQuat"
-    report = run(
+    run(
         title,
         command,
         shapes_of(args),
         lambda shape: [candidate(shape, spec) for spec in args.cache],
         args.rounds,
+        args.json,
     )
-    if args.json:
-        report.write(args.json)
 
 
 if __name__ == "__main__":

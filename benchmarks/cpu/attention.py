@@ -6,12 +6,15 @@ place, never repeated, sliced or copied. They do not even add the new token to a
 caches do. A program runs several layers, each with its own cache and the queries that the layer
 before returned, as a decode step does, because calling a program from Python takes a tenth of a
 millisecond, as long as short layers. See docs/decisions/streaming_attention.md.
+
+Caches do not grow: each call adds the same token again, and none quantizes a block.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -21,6 +24,7 @@ from jaxtyping import Array, Float, Int
 
 import kvq_jax as kvq
 from benchmarks.cpu.timing import (
+    ATTENTION,
     Candidate,
     Shape,
     add_heads,
@@ -35,6 +39,7 @@ from benchmarks.cpu.timing import (
     shapes_of,
 )
 from benchmarks.report_file import arguments
+from benchmarks.turns import cycle
 from kvq_jax.attention import dispatch, reference
 from kvq_jax.attention.dispatch import XLA, Route
 from kvq_jax.cache.update import decode_layer
@@ -220,16 +225,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     add_heads(parser, (64, 128))
     args = parsed(parser, argv)
-    command = ("benchmarks.cpu.attention", *arguments(argv))
-    report = run(
+    for tokens, spec in itertools.product(args.tokens, args.cache):
+        if cycle(spec, tokens, 1).ageing:
+            parser.error(f"--tokens {tokens}: each call would quantize a block of {spec}")
+    command = (ATTENTION, *arguments(argv))
+    run(
         "Decode attention of one layer",
         command,
         shapes_of(args),
         lambda shape: candidates(shape, args.cache),
         args.rounds,
+        args.json,
     )
-    if args.json:
-        report.write(args.json)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
 """Time one whole decode step of a random Llama through each cache.
 
 It runs on this machine's first JAX device, with a small model or the shapes of a public one
-(--model). Caches start full of random codes and grow by one token with every step, so the samples
-include steps that quantize an aged block. The baseline is the dense cache. The error compares
-logits with the logits of a dense cache that holds the dequantized rows of the quantized cache.
+(--model). Caches start full of random codes and grow by one token with every step. The samples
+cover whole blocks of every cache, so exactly one in `block` quantizes an aged block, and a step's
+time has its share of that (benchmarks/turns.py). The baseline is the dense cache. The error
+compares logits with the logits of a dense cache that holds the dequantized rows of the quantized
+cache.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from jaxtyping import Array
 
 import kvq_jax as kvq
 from benchmarks.cpu.timing import (
+    DECODE_STEP,
+    WARM,
     Candidate,
     Shape,
     argument_parser,
@@ -29,6 +33,7 @@ from benchmarks.cpu.timing import (
     run,
 )
 from benchmarks.report_file import arguments
+from benchmarks.turns import check_rounds
 from kvq_jax.attention import reference
 from kvq_jax.layer import cross_layer
 from kvq_models import Llama, LlamaConfig, decode_step, prepare
@@ -37,7 +42,7 @@ from kvq_models.inference.method_parameters import parameters_for
 from kvq_models.llama.rope import rope_for
 
 QUERY_HEADS = 16
-
+ROUNDS = 32  # a block of most methods
 
 MODELS = {
     "smollm2": LlamaConfig(
@@ -171,7 +176,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         (__doc__ or "").partition("\n")[0],
         tokens=(1024, 4096, 16384),
         batch=(1, 4),
-        rounds=32,
+        rounds=ROUNDS,
     )
     parser.add_argument(
         "--model",
@@ -203,21 +208,26 @@ def main(argv: Sequence[str] | None = None) -> None:
         config.num_attention_heads // config.num_key_value_heads,
     )
     shapes = [Shape(b, n, config.head_dim, heads, group) for b in args.batch for n in args.tokens]
-    steps = args.rounds + 2  # one to compare logits, one to warm up
-    command = ("benchmarks.cpu.decode_step", *arguments(argv))
+    if args.quick:
+        args.rounds = ROUNDS
+    try:
+        check_rounds(args.cache, [tokens + WARM for tokens in args.tokens], args.rounds)
+    except ValueError as error:
+        parser.error(str(error))
+    command = (DECODE_STEP, *arguments(argv))
     title = (
         "Decode step of a Llama with"
         f" {f'the shapes of {args.model}' if args.model else f'{args.layers} layers'}"
     )
-    report = run(
+    run(
         title,
         command,
         shapes,
-        lambda shape: candidates(config, shape, args.cache, steps),
+        lambda shape: candidates(config, shape, args.cache, args.rounds + WARM),
         args.rounds,
+        args.json,
+        lengthened=WARM,
     )
-    if args.json:
-        report.write(args.json)
 
 
 if __name__ == "__main__":

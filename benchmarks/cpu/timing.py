@@ -1,9 +1,5 @@
 """The parts that the CPU benchmarks share: shapes, the row of a result, caches with random
-contents, and a fair way to time alternatives.
-
-Alternatives are timed in turn, one call each, round after round: what else the machine does then
-hits all of them alike. A ratio is the median of the rounds' own ratios. Every sample is kept in the
-JSON.
+contents, and alternatives timed in turns (benchmarks/turns.py). Every sample is kept in the JSON.
 """
 
 from __future__ import annotations
@@ -13,7 +9,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +19,15 @@ from jax import lax
 import kvq_jax as kvq
 from benchmarks.progress import progress
 from benchmarks.report_file import Report, cores, header
+from benchmarks.turns import Cycle, cycle, in_turns
 from kvq_jax.arrays.stored import BodySpec
 from kvq_jax.cache.cache import CacheDims
 from kvq_jax.layer.plan import LayerPlan, LayerState
 from kvq_jax.types.array_types import Tree
 from kvq_tools.processor import processor_name
 
+ATTENTION, DECODE_STEP = "benchmarks.cpu.attention", "benchmarks.cpu.decode_step"
+WARM = 2  # steps before the first sample: one to compare logits, one to warm up
 CACHES = (
     "dense",
     "kivi:bits=4",
@@ -53,10 +52,12 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One implementation at one shape. ratio: time relative to the baseline of the same shape.
-    error: largest relative error of an output row against the reference on the same codes. Bytes:
-    of the cache, and what the compiled step needs besides its arguments (temp) and in all (peak),
-    as XLA reports them.
+    """One implementation at one shape.
+
+    ratio: `CpuReport.ratio`, as the run that wrote it formed it.
+    error: largest relative error of an output row against the reference on the same codes.
+    Bytes: of the cache, and what the compiled step needs besides its arguments (temp) and in all
+        (peak), as XLA reports them.
     """
 
     implementation: str
@@ -70,19 +71,20 @@ class Row:
     peak_bytes: int
 
     @property
-    def median_ms(self) -> float:
-        return float(np.median(self.samples_ms))
-
-    @property
     def best_ms(self) -> float:
         return min(self.samples_ms)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CpuReport(Report):
-    """Rows, and the conditions they were measured under. load: the machine's load average of one
-    minute when a shape was begun, and at the end. read_bandwidth: bytes a second at which XLA sums
-    an array that no cache holds, the best of several, or 0 if it was not measured."""
+    """Rows, and the conditions they were measured under.
+
+    load: the machine's load average of one minute when a shape was begun, and at the end.
+    read_bandwidth: bytes a second at which XLA sums an array that no cache holds, the best of
+        several, or 0 if it was not measured.
+    lengthened: tokens that the caches held at the first sample beyond those of the shape, if each
+        sample is a step that adds one token; None if caches do not grow.
+    """
 
     baseline: str
     cpu: str
@@ -90,6 +92,38 @@ class CpuReport(Report):
     load: tuple[float, ...]
     rows: tuple[Row, ...]
     read_bandwidth: float = 0.0
+    lengthened: int | None = None
+
+    @property
+    def grows(self) -> bool:
+        """Return True if each sample is a decode step that lengthens the caches."""
+        return self.lengthened is not None
+
+    def cycle(self, row: Row) -> Cycle:
+        """Return which samples of a row quantize a block."""
+        if self.lengthened is None:
+            return Cycle()
+        length = row.shape.tokens + self.lengthened
+        return cycle(row.implementation, length, len(row.samples_ms))
+
+    def step_ms(self, row: Row) -> float:
+        """Return the milliseconds of a step, by `Cycle.step`."""
+        return self.cycle(row).step(row.samples_ms)
+
+    def ratio(self, row: Row) -> float:
+        """Return a row's time over that of the baseline of its shape, in pairs of one round."""
+        base = next(
+            r for r in self.rows if (r.implementation, r.shape) == (self.baseline, row.shape)
+        )
+        return self.cycle(row).ratio(row.samples_ms, base.samples_ms)
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Self:
+        """Read a file. Older ones do not say that their caches grow: those of decode steps do, and
+        had taken a step for their logits and one to warm up."""
+        report = super().read(path)
+        older = report.lengthened is None and DECODE_STEP in report.command
+        return dataclasses.replace(report, lengthened=WARM) if older else report
 
 
 @dataclasses.dataclass
@@ -106,42 +140,17 @@ class Candidate:
     times: int = 1
 
 
-def timed(candidates: list[Candidate], shape: Shape, rounds: int) -> list[Row]:
-    """Return a row for each candidate, from `rounds` rounds in which each runs once."""
-    samples = np.empty((rounds, len(candidates)))
-    for candidate in candidates:
-        candidate.step()
-    for line in samples:
-        for i, candidate in enumerate(candidates):
-            start = time.perf_counter()
-            candidate.step()
-            line[i] = 1e3 * (time.perf_counter() - start) / candidate.times
-    ratios = np.median(samples / samples[:, :1], axis=0)
-    return [
-        Row(
-            c.implementation,
-            shape,
-            c.dtype,
-            tuple(float(t) for t in samples[:, i].round(4)),
-            round(float(ratios[i]), 4),
-            c.error,
-            c.cache_bytes,
-            c.memory.temp_size_in_bytes,
-            _peak(c.memory),
-        )
-        for i, c in enumerate(candidates)
-    ]
-
-
 def run(
     title: str,
     command: Sequence[str],
     shapes: Sequence[Shape],
     candidates: Callable[[Shape], list[Candidate]],
     rounds: int,
-) -> CpuReport:
-    """Time the candidates of every shape, and print the progress."""
-    rows, load = [], []
+    file: str | None,
+    lengthened: int | None = None,
+) -> None:
+    """Time the candidates of every shape, print the progress, and write the file after each."""
+    rows, load, bandwidth = (), [], read_bandwidth()
     for i, shape in enumerate(shapes):
         load.append(round(os.getloadavg()[0], 2))
         progress(
@@ -150,21 +159,42 @@ def run(
         )
         chosen = candidates(shape)
         progress(f"[{i + 1}/{len(shapes)}] timing {len(chosen)} implementations, {rounds} rounds")
-        measured = timed(chosen, shape, rounds)
+        (times,) = in_turns([c.step for c in chosen], rounds)
+        measured = [_row(c, shape, of_one) for c, of_one in zip(chosen, times, strict=True)]
         del chosen  # its arrays, before the next shape's are made
-        for row in measured:
-            progress(f"    {row.implementation:40s} {row.median_ms:9.2f} ms {row.ratio:6.2f}x")
-        rows += measured
-    load.append(round(os.getloadavg()[0], 2))
-    return CpuReport(
-        title=f"{title}, on one core" if cores() == 1 else title,
-        **header(command),
-        baseline=rows[0].implementation,
-        cpu=processor_name(),
-        cores=cores(),
-        load=tuple(load),
-        rows=tuple(rows),
-        read_bandwidth=read_bandwidth(),
+        rows += tuple(measured)
+        report = CpuReport(
+            title=f"{title}, on one core" if cores() == 1 else title,
+            **header(command),
+            baseline=rows[0].implementation,
+            cpu=processor_name(),
+            cores=cores(),
+            load=(*load, round(os.getloadavg()[0], 2)),
+            rows=rows,
+            read_bandwidth=bandwidth,
+            lengthened=lengthened,
+        )
+        rows = tuple(dataclasses.replace(r, ratio=round(report.ratio(r), 4)) for r in rows)
+        for row in rows[-len(measured) :]:
+            progress(
+                f"    {row.implementation:40s} {report.step_ms(row):9.2f} ms {row.ratio:6.2f}x"
+            )
+        if file:
+            dataclasses.replace(report, rows=rows).write(file)
+
+
+def _row(candidate: Candidate, shape: Shape, times: np.ndarray) -> Row:
+    """Return the row of a candidate, its ratio still to be formed."""
+    return Row(
+        candidate.implementation,
+        shape,
+        candidate.dtype,
+        tuple((times / candidate.times).round(4).tolist()),
+        0.0,
+        candidate.error,
+        candidate.cache_bytes,
+        candidate.memory.temp_size_in_bytes,
+        _peak(candidate.memory),
     )
 
 
@@ -287,7 +317,7 @@ def argument_parser(
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="256 tokens, 1 sequence, 3 rounds: seconds, to see that it works; not a measurement",
+        help="256 tokens, 1 sequence, few rounds: seconds, to see that it works; no measurement",
     )
     return parser
 
