@@ -49,8 +49,8 @@ def section(results: str) -> str:
         f" on two cores after [6K tokens]{pages[STEP]} and, on another machine, after [1K and"
         f" 16K]{pages[SHORT_AND_LONG]}{_without_blocks()}; a [request]{pages[REQUEST]} of 4,096"
         f" tokens on one core, from one GGUF file. H200: [attention]{pages[GPU]} over 16 x 32K"
-        " tokens in one layer of Llama-3.1-8B, where `dense` is cuDNN in bfloat16 and the last `waterfill` is"
-        f" `{ON_GPU}`."
+        " tokens in one layer of Llama-3.1-8B, where `dense` is cuDNN in bfloat16 and the last"
+        f" `waterfill` is `{ON_GPU}`."
     )
     filled = textwrap.fill(note, 100, break_long_words=False, break_on_hyphens=False)
     return f"{table(('cache', *columns), lines)}\n\n{filled}"

@@ -31,11 +31,12 @@ import numpy as np
 from benchmarks.cpu.request import plan, random_file
 from benchmarks.cpu.request.child import Request
 from benchmarks.cpu.request.plan import Cell
-from benchmarks.cpu.request.report import RequestReport, RequestRow, page
+from benchmarks.cpu.request.report import BLOCK, RequestReport, RequestRow, page
 from benchmarks.progress import progress
-from benchmarks.report_file import arguments, cores, header
+from benchmarks.report_file import COMMIT, arguments, cores, header
 from kvq_jax.files import whole
 from kvq_models import load_llama, save_llama
+from kvq_models.inference.generation import STREAM_STEPS
 from kvq_models.named_models.names import located
 from kvq_tools.processor import processor_name
 
@@ -76,7 +77,8 @@ def measured(
             break
     if samples := answer.pop("samples_ms", None):
         answer["samples_ms"] = tuple(samples)
-    return RequestRow(**dataclasses.asdict(cell), load=load, **answer)
+    of_run = {"load": load, "cpu": processor_name(), "commit": COMMIT}
+    return RequestRow(**dataclasses.asdict(cell), **of_run, **answer)
 
 
 class Run:
@@ -91,7 +93,12 @@ class Run:
             before = RequestReport.read(options.json)
             if before.steps != options.steps:
                 raise SystemExit(f"{options.json} has {before.steps} steps a row: give --steps so")
-            self.rows = {row.cell: row for row in before.rows if row.samples_ms}
+            if others := {row.cpu for row in before.rows if row.samples_ms} - {processor_name()}:
+                raise SystemExit(
+                    f"{options.json} has rows of {', '.join(sorted(others))}, and this is a"
+                    f" {processor_name()}: give --json a new file"
+                )
+            self.rows = {row.cell: row for row in before.rows if row.samples_ms and row.current}
         self.pythons = {system: sys.executable for system in plan.MODULES}
         self.pythons |= dict(options.python_of)
 
@@ -209,7 +216,10 @@ def parser_of_options() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    options = parser_of_options().parse_args(argv)
+    parser = parser_of_options()
+    options = parser.parse_args(argv)
+    if options.steps < BLOCK or options.steps % STREAM_STEPS:
+        parser.error(f"--steps is a multiple of {STREAM_STEPS}, and at least {BLOCK}")
     run = Run(options, arguments(argv))
     run.all()
     print(page(run.report(), options.json or pathlib.Path("request.json")))

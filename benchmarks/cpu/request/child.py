@@ -96,4 +96,4 @@ def request_times(
         first.append(timed(read_prompt))
     next_tokens()
     samples = [round(timed(next_tokens) / each, 4) for _ in range(calls)]
-    return {"first_ms": round(statistics.median(first), 3), "samples_ms": samples}
+    return {"first_ms": round(statistics.median(first), 3), "samples_ms": samples, "each": each}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
+from benchmarks.cpu.request import with_onnx
 from benchmarks.cpu.request.random_file import LLAMA_1B
 
 KVQ, LLAMA_CPP, TRANSFORMERS, ONNX = "kvq", "llama.cpp", "transformers", "onnxruntime"
@@ -17,6 +18,7 @@ MODULES = {
 SMOLLM2 = "smollm2"
 ATTENTION = "attention of a layer, "
 PRODUCTS = f"{ATTENTION}products alone"
+METHODS = {ONNX: with_onnx.METHOD}  # how a system is measured, by number; 1 if it is not here
 WAYS: dict[str, dict[str, tuple[str, ...]]] = {
     SMOLLM2: {
         KVQ: (
