@@ -3,7 +3,8 @@ their collectives cost.
 
 Virtual devices share this machine's cores, so nothing gets faster: what the rows show is how much
 the splitting itself adds. The collectives of a step are counted in its compiled program, and timed
-apart: as many fp32 sums over the mesh, of the same sizes, one after the other.
+apart: as many fp32 sums over the mesh, of the same sizes, one after the other. One device and all
+meshes take steps in turns, over whole blocks of the cache (benchmarks/turns.py).
 """
 
 from __future__ import annotations
@@ -11,11 +12,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import math
 import pathlib
 import re
-import statistics
-import time
 from collections.abc import Callable, Sequence
 
 import jax
@@ -25,9 +25,10 @@ from jax.sharding import PartitionSpec
 
 import kvq_jax as kvq
 from benchmarks.cpu.decode_step import random_cache, random_llama, small_config
-from benchmarks.cpu.timing import Shape, relative_error
+from benchmarks.cpu.timing import WARM, Shape, relative_error
 from benchmarks.markdown import head, table
 from benchmarks.report_file import Report, arguments, cores, header
+from benchmarks.turns import Cycle, check_rounds, cycle, in_turns
 from kvq_jax.placement.allowed import parse
 from kvq_models import Llama, decode_step, shard_llama
 
@@ -38,9 +39,9 @@ BATCH, LAYERS, HEAD_DIM, GROUP = 4, 4, 64, 4
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A step through one cache on one mesh ("" for a single device). Times are in ms: the median,
-    and all samples of a step.
+    """A step through one cache on one mesh ("" for a single device). Times are in ms.
 
+    step_ms, ratio: by `Cycle.step` and `Cycle.ratio`; ratio is to one device, 0.0 in older files.
     error: error of the logits, relative to a single device's.
     collectives: collectives of a step. Bytes count the results on each device, all as fp32.
     """
@@ -54,6 +55,12 @@ class Row:
     collective_bytes: int
     collectives_ms: float
     error: float
+    ratio: float = 0.0
+
+    @property
+    def cycle(self) -> Cycle:
+        """Return which samples quantized a block."""
+        return cycle(self.cache, self.tokens + WARM, len(self.samples_ms))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,16 +87,6 @@ def collective_sizes(program: jax.stages.Compiled) -> list[int]:
     return sizes
 
 
-def timed(call: Callable[[], object], rounds: int) -> tuple[float, ...]:
-    """Return milliseconds of each of `rounds` calls, after one that is not timed."""
-    samples = []
-    for _ in range(rounds + 1):
-        started = time.perf_counter()
-        jax.block_until_ready(call())
-        samples.append(1e3 * (time.perf_counter() - started))
-    return tuple(samples[1:])
-
-
 def collectives_ms(placement: kvq.Placement, sizes: Sequence[int], rounds: int) -> float:
     """Return the median time of sums of `sizes` floats over all devices, each of which waits for
     the one before."""
@@ -112,58 +109,66 @@ def collectives_ms(placement: kvq.Placement, sizes: Sequence[int], rounds: int) 
         )
     )
     start = jax.device_put(jnp.ones(()), placement.everywhere)
-    return statistics.median(timed(lambda: run(start), rounds))
+    return float(np.median(in_turns([lambda: run(start)], rounds)))
+
+
+def step_on(
+    plain: Llama, spec: str, shape: Shape, mesh: str, steps: int
+) -> tuple[Callable[[], jax.Array], list[int]]:
+    """Return a decode step on a mesh ("" for one device), and the sizes of its collectives."""
+    placement = parse(mesh) if mesh else None
+    token = jnp.arange(BATCH, dtype=jnp.int32)
+    filled = random_cache(plain, spec, shape, shape.tokens + steps)
+    current_cache = [filled if placement is None else kvq.rows.move(filled, placement)]
+    llama = plain if placement is None else shard_llama(plain, placement)
+    program = jax.jit(decode_step, donate_argnames="cache").lower(llama, current_cache[0], token)
+    step = program.compile()
+
+    def one() -> jax.Array:
+        logits, current_cache[0] = step(llama, current_cache[0], token)
+        return logits
+
+    return one, collective_sizes(step)
 
 
 def measured(spec: str, tokens: int, meshes: Sequence[str], rounds: int) -> list[Row]:
     """Return a row for one device and one for each mesh that the cache's method can have."""
     plain = random_llama(small_config(LAYERS, HEAD_DIM, GROUP))
     shape = Shape(BATCH, tokens, HEAD_DIM, plain.config.num_key_value_heads, GROUP)
-    token = jnp.arange(BATCH, dtype=jnp.int32)
-    step = jax.jit(decode_step, donate_argnames="cache")
-    rows: list[Row] = []
-    expected = None
-    for mesh in ("", *meshes):
-        placement = parse(mesh) if mesh else None
-        filled = random_cache(plain, spec, shape, tokens + rounds + 2)
-        current_cache = [filled if placement is None else kvq.rows.move(filled, placement)]
-        llama = plain if placement is None else shard_llama(plain, placement)
-        sizes = collective_sizes(step.lower(llama, current_cache[0], token).compile())
-
-        def one(
-            current_cache: list[kvq.cache.Cache] = current_cache, llama: Llama = llama
-        ) -> jax.Array:
-            logits, current_cache[0] = step(llama, current_cache[0], token)
-            return logits
-
-        logits = np.asarray(one())
-        expected = logits if expected is None else expected
-        samples = timed(one, rounds)
-        apart = collectives_ms(placement, sizes, rounds) if placement else 0.0
-        error = relative_error(jnp.asarray(logits), jnp.asarray(expected))
-        rows.append(
-            Row(
-                spec,
-                mesh,
-                tokens,
-                statistics.median(samples),
-                samples,
-                len(sizes),
-                4 * sum(sizes),
-                apart,
-                error,
-            )
+    every = ("", *meshes)
+    steps, sizes = zip(*(step_on(plain, spec, shape, m, rounds + WARM) for m in every), strict=True)
+    logits = [np.asarray(step()) for step in steps]
+    (samples,) = in_turns(steps, rounds)
+    of_cycle = cycle(spec, tokens + WARM, rounds)
+    rows = []
+    for i, mesh in enumerate(every):
+        apart = collectives_ms(parse(mesh), sizes[i], rounds) if mesh else 0.0
+        row = Row(
+            spec,
+            mesh,
+            tokens,
+            of_cycle.step(samples[i]),
+            tuple(samples[i].tolist()),
+            len(sizes[i]),
+            4 * sum(sizes[i]),
+            apart,
+            relative_error(logits[i], logits[0]),
+            of_cycle.ratio(samples[i], samples[0]),
         )
-        begun = (
-            f"{spec:14} {mesh or 'one device':18} {tokens:6} tokens {rows[-1].step_ms:8.2f} ms a"
-            " step"
-        )
+        rows.append(row)
         print(
-            f"{begun}, {len(sizes):3} collectives of {4 * sum(sizes):7} bytes {apart:7.2f} ms,"
-            f" error {error:.1e}",
+            f"{spec:14} {mesh or 'one device':18} {tokens:6} tokens {row.step_ms:8.2f} ms a step,"
+            f" {row.collectives:3} collectives of {row.collective_bytes:7} bytes {apart:7.2f} ms,"
+            f" error {row.error:.1e}",
             flush=True,
         )
     return rows
+
+
+TIMES = """\
+One device and the meshes take steps in turns, and a ratio is of times in the same round. Each is
+the median p of the steps, or (1 - 1/block) p + q/block if the cache quantizes a block of tokens in
+one step of `block`, which takes q: what a step takes on average."""
 
 
 def page(report: MeshReport, file: pathlib.Path) -> str:
@@ -173,11 +178,11 @@ def page(report: MeshReport, file: pathlib.Path) -> str:
         " cores: a step is not meant to get faster here. The collectives of a step were counted in"
         " its compiled program and timed apart, one after the other."
     )
-    parts = head(report, file, said)
+    parts = [*head(report, file, said), *_of_times(report)]
     names = (
         "cache",
         "mesh",
-        "median ms",
+        "ms",
         "to one device",
         "collectives",
         "their bytes",
@@ -188,16 +193,27 @@ def page(report: MeshReport, file: pathlib.Path) -> str:
         rows = [row for row in report.rows if row.tokens == tokens]
         one = {row.cache: row.step_ms for row in rows if not row.mesh}
         parts.append(f"## {tokens:,} tokens")
-        parts.append(table(names, (_line(row, one[row.cache]) for row in rows)))
+        lines = (_line(row, row.ratio or row.step_ms / one[row.cache]) for row in rows)
+        parts.append(table(names, lines))
     return "\n\n".join(parts)
 
 
-def _line(row: Row, one_ms: float) -> tuple[str, ...]:
+def _of_times(report: MeshReport) -> list[str]:
+    """Return how times are formed, and what an older run left out."""
+    if all(row.ratio for row in report.rows):
+        return [TIMES]
+    parts = ["Times are medians of steps. One device and each mesh were **not timed in turns**."]
+    if any(row.cycle.left_out for row in report.rows):
+        parts.append("**No timed step quantizes a block** of a packed cache.")
+    return [" ".join(parts)]
+
+
+def _line(row: Row, ratio: float) -> tuple[str, ...]:
     of_step = (
         f"`{row.cache}`",
         f"`{row.mesh}`" if row.mesh else "one device",
         f"{row.step_ms:.2f}",
-        f"{row.step_ms / one_ms:.2f}",
+        f"{ratio:.2f}",
     )
     return (
         *of_step,
@@ -227,12 +243,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="held by the caches",
     )
     parser.add_argument(
-        "--rounds", type=int, default=24, metavar="R", help="timed steps (default: %(default)s)"
+        "--rounds", type=int, default=32, metavar="R", help="timed steps (default: %(default)s)"
     )
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="two meshes, 256 tokens, two steps: to see that it runs",
+        help="two meshes, 256 tokens: to see that it runs",
     )
     parser.add_argument("--json", metavar="FILE", help="write the rows")
     args = parser.parse_args(argv)
@@ -248,19 +264,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     caches = args.cache or (
         ["kivi:bits=4"] if args.quick else ["dense", "kivi:bits=4", "innerq:bits=2"]
     )
-    lengths, meshes, rounds = (
-        ([256], MESHES[2:4], 2) if args.quick else (args.tokens, MESHES, args.rounds)
-    )
-    rows = tuple(
-        row
-        for spec in caches
-        for tokens in lengths
-        for row in measured(spec, tokens, meshes, rounds)
-    )
-    if args.json:
-        command = header(("benchmarks.mesh", *arguments(argv)))
-        title = f"Decode steps of a Llama with {LAYERS} layers on {DEVICES} virtual devices"
-        MeshReport(title=title, **command, batch=BATCH, cores=cores(), rows=rows).write(args.json)
+    lengths, meshes = ([256], MESHES[2:4]) if args.quick else (args.tokens, MESHES)
+    try:
+        check_rounds(caches, [tokens + WARM for tokens in lengths], args.rounds)
+    except ValueError as error:
+        parser.error(str(error))
+    command, rows = header(("benchmarks.mesh", *arguments(argv))), ()
+    title = f"Decode steps of a Llama with {LAYERS} layers on {DEVICES} virtual devices"
+    for spec, tokens in itertools.product(caches, lengths):
+        rows += tuple(measured(spec, tokens, meshes, args.rounds))
+        report = MeshReport(title=title, **command, batch=BATCH, cores=cores(), rows=rows)
+        if args.json:
+            report.write(args.json)
 
 
 if __name__ == "__main__":

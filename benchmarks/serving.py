@@ -9,7 +9,8 @@ if it was read before. All requests come at once, each with its own prompt and l
 without an end token, so that every way generates the same number of tokens. One at a time is
 `generate`, prompt after prompt: its time to first token includes the wait for the requests before.
 Programs are compiled before the clock runs. Ways take turns, and a row is the run of the median
-time. A prefix comes back from the host's memory, and from the files of another store.
+time. A prefix comes back from the host's memory, and from the files of another store, which the
+system still holds in its page cache.
 """
 
 from __future__ import annotations
@@ -301,32 +302,35 @@ def in_turns(llama: Llama, work: Work, slots: Sequence[int], repeats: int) -> li
 def main(argv: Sequence[str] | None = None) -> None:
     args = checked_options(argv)
     plain, _ = load_llama(args.model, dtype="float32")
-    vocabulary, rows = plain.config.vocab_size, []
-    for cache, activations in itertools.product(args.timed, args.activations):
-        llama = prepare(with_activations(plain, activations), cache)
-        for lengths in args.lengths if args.slots else ():
-            requests = requests_of(args.requests, lengths, vocabulary)
-            work = Work(cache, activations, lengths, args.capacity, requests)
-            rows += in_turns(llama, work, args.slots, args.repeats)
-    prefixes = (
-        tuple(prefix_of(prepare(plain, cache), cache, args.prefix) for cache in args.timed)
-        if args.prefix > 0
-        else ()
-    )
-    memory = int(args.memory * 2**30)
+    vocabulary, memory = plain.config.vocab_size, int(args.memory * 2**30)
     report = ServingReport(
         title="Requests through slots of one cache",
         model=args.model,
         cores=cores(),
         capacity=args.capacity,
-        rows=tuple(rows),
+        rows=(),
         room=tuple(room_of(cache, plain.config, args.capacity, memory) for cache in args.cache),
-        prefixes=prefixes,
+        prefixes=(),
         **header(("benchmarks.serving", *arguments(argv))),
     )
+
+    def add(**measured: tuple) -> None:
+        nonlocal report
+        more = {name: getattr(report, name) + rows for name, rows in measured.items()}
+        report = dataclasses.replace(report, **more)
+        if args.json:
+            report.write(args.json)
+
+    for cache, activations in itertools.product(args.timed, args.activations):
+        llama = prepare(with_activations(plain, activations), cache)
+        for lengths in args.lengths if args.slots else ():
+            requests = requests_of(args.requests, lengths, vocabulary)
+            work = Work(cache, activations, lengths, args.capacity, requests)
+            add(rows=tuple(in_turns(llama, work, args.slots, args.repeats)))
+    for cache in args.timed if args.prefix > 0 else ():
+        add(prefixes=(prefix_of(prepare(plain, cache), cache, args.prefix),))
+    add()  # what is counted, if nothing is timed
     print(page(report, pathlib.Path(args.json or "serving.json")))
-    if args.json:
-        report.write(args.json)
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ class RoomRow:
 @dataclasses.dataclass(frozen=True)
 class PrefixRow:
     """Seconds from a prompt of `tokens` tokens to its first token: read by the model, found in
-    memory, and found in files."""
+    memory, and found in files (`disk`), which were just written: they lie in the page cache."""
 
     cache: str
     tokens: int
@@ -159,7 +159,7 @@ def page(report: ServingReport, file: pathlib.Path) -> str:
                     "read",
                     "from memory",
                     "times faster",
-                    "from disk",
+                    "from files in the page cache",
                     "times faster",
                 ),
                 times,

@@ -18,8 +18,9 @@ import warnings
 from collections.abc import Sequence
 
 from benchmarks.hosts import host, measured
-from benchmarks.hosts.report import HostsReport, page
+from benchmarks.hosts.report import CACHES, HostsReport, page
 from benchmarks.report_file import cores, header
+from benchmarks.turns import check_rounds
 from kvq_tools.processor import processor_name
 
 MODULES = {name: f"benchmarks.hosts.in_{name}" for name in ("scan", "linen", "tunix", "bonsai")}
@@ -46,12 +47,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         metavar="S",
         help="lengths of timed caches, powers of two",
     )
-    parser.add_argument("--rounds", type=int, default=21, metavar="N", help="timed steps")
+    parser.add_argument("--rounds", type=int, default=32, metavar="N", help="timed steps")
     parser.add_argument("--only", nargs="+", choices=MODULES, default=tuple(MODULES), metavar="H")
     parser.add_argument("--json", metavar="F", help="write the report")
     args = parser.parse_args(argv)
     if any(tokens & (tokens - 1) or tokens < args.rounds + 512 for tokens in args.tokens):
         parser.error("--tokens are powers of two with room for 512 tokens and --rounds")
+    try:
+        check_rounds(CACHES, [tokens - args.rounds for tokens in args.tokens], args.rounds)
+    except ValueError as error:
+        parser.error(str(error))
     warnings.filterwarnings("ignore")  # the hosts' own
     adapters, steps, missing, load = [], [], {}, []
     for name in args.only:
@@ -81,9 +86,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         missing=missing,
         **header(("benchmarks.hosts", *whole)),
     )
-    print(page(report, pathlib.Path(args.json or "hosts.json")))
     if args.json:
         kept(report, pathlib.Path(args.json), args.only).write(args.json)
+    print(page(report, pathlib.Path(args.json or "hosts.json")))
 
 
 def kept(report: HostsReport, file: pathlib.Path, tried: Sequence[str]) -> HostsReport:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import time
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import Array
 
 import kvq_jax as kvq
 from benchmarks.cpu.timing import relative_error
 from benchmarks.hosts.host import STREAMS, Generated, Host, random_rows
 from benchmarks.hosts.report import CACHES, HOSTS_OWN, Adapter, Comparison, Step
+from benchmarks.turns import in_turns
 
 
 def adapter(host: Host) -> Adapter:
@@ -32,25 +37,18 @@ def compared(spec: str, generated: Generated, expected: Generated) -> Comparison
 
 def steps(host: Host, capacity: int, rounds: int) -> list[Step]:
     """Return the times of decode steps at the end of caches of `capacity` tokens, which the caches
-    take in turns. Each holds the same random keys and values."""
+    take in turns. Each holds the same random keys and values. The last step fills them."""
     caches = (HOSTS_OWN, *CACHES)
-    tokens = capacity - rounds - 1
+    tokens = capacity - rounds - 2  # a step to compare logits, and one to warm up
     rows = random_rows(tokens, host.kv_heads, host.layers)
-    running, states, sizes, first = [], [], [], []
+    works, sizes, first = [], [], []
     for name in caches:
         step, state, cache = host.step(None if name == HOSTS_OWN else name, rows, capacity)
         sizes.append(kvq.size.nbytes(cache))
         logits, state = jax.block_until_ready(step(state))  # compiles
-        running.append(step)
-        states.append(state)
+        works.append(functools.partial(_advance, step, [state]))
         first.append(np.asarray(logits))
-    wall, cpu = np.empty((2, rounds, len(caches)))
-    for number in range(rounds):
-        for i, step in enumerate(running):
-            began = time.perf_counter(), time.process_time()
-            _, states[i] = jax.block_until_ready(step(states[i]))
-            wall[number, i] = 1e3 * (time.perf_counter() - began[0])
-            cpu[number, i] = 1e3 * (time.process_time() - began[1])
+    wall, cpu = in_turns(works, rounds, (time.perf_counter, time.process_time))
     return [
         Step(
             host.name,
@@ -59,8 +57,13 @@ def steps(host: Host, capacity: int, rounds: int) -> list[Step]:
             STREAMS,
             sizes[i],
             relative_error(first[i], first[0]),
-            tuple(wall[:, i].round(3).tolist()),
-            tuple(cpu[:, i].round(3).tolist()),
+            tuple(wall[i].round(3).tolist()),
+            tuple(cpu[i].round(3).tolist()),
         )
         for i, name in enumerate(caches)
     ]
+
+
+def _advance(step: Callable[[Any], tuple[Array, Any]], current: list[Any]) -> Any:
+    logits, current[0] = step(current[0])
+    return logits, current[0]

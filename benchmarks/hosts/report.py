@@ -6,10 +6,9 @@ import dataclasses
 import itertools
 import pathlib
 
-import numpy as np
-
 from benchmarks.markdown import head, table
 from benchmarks.report_file import Report
+from benchmarks.turns import Cycle, cycle
 
 HOSTS_OWN = "the host's own"
 CACHES = "dense", "kivi:bits=4"
@@ -39,8 +38,12 @@ class Adapter:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A decode step through one cache: milliseconds of each round, and of CPU time of all threads.
-    error: of the first step's logits, relative to the host's own cache with the same rows."""
+    """A decode step through one cache.
+
+    wall_ms, cpu_ms: of each round, and of CPU time of all threads. The last round fills the cache
+        to `tokens` tokens.
+    error: of the first step's logits, relative to the host's own cache with the same rows.
+    """
 
     host: str
     cache: str
@@ -50,6 +53,14 @@ class Step:
     error: float
     wall_ms: tuple[float, ...]
     cpu_ms: tuple[float, ...]
+
+    @property
+    def cycle(self) -> Cycle:
+        """Return which rounds quantized a block."""
+        rounds = len(self.wall_ms)
+        return (
+            Cycle() if self.cache == HOSTS_OWN else cycle(self.cache, self.tokens - rounds, rounds)
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,11 +83,12 @@ host's code, plans included. The host's own greedy sampler continues two prompts
 padded, if the host pads. An error is the largest of a row of logits, relative to the host's own
 cache, up to the first token that differs."""
 TIMES = """\
-The caches hold the same random keys and values, and take a step in turns. Milliseconds are medians,
-of wall time and of the CPU time of all threads. A ratio is the median of the rounds' own ratios.
-Errors are those of a step's logits: `dense` shows that positions and masks are the host's. A packed
-cache's error over random keys says nothing about texts: the sharper a random model's attention, the
-larger it is."""
+The caches hold the same random keys and values, and take a step in turns. Milliseconds are of wall
+time and of the CPU time of all threads, and a ratio is of times in the same round. Each is the
+median p of the rounds, or (1 - 1/block) p + q/block if the cache quantizes a block of tokens in one
+step of `block`, which takes q: what a step takes on average. Errors are those of a step's logits:
+`dense` shows that positions and masks are the host's. A packed cache's error over random keys says
+nothing about texts: the sharper a random model's attention, the larger it is."""
 
 
 def page(report: HostsReport, file: pathlib.Path) -> str:
@@ -121,8 +133,8 @@ def _steps(steps: tuple[Step, ...]) -> list[tuple[str, ...]]:
                 str(tokens),
                 row.cache if row is base else f"`{row.cache}`",
                 f"{row.cache_bytes / 2**20:.1f}",
-                *_time(row.wall_ms, base.wall_ms),
-                *_time(row.cpu_ms, base.cpu_ms),
+                *_time(row.cycle, row.wall_ms, base.wall_ms),
+                *_time(row.cycle, row.cpu_ms, base.cpu_ms),
                 "" if row is base else f"{row.error:.1e}",
             )
             for row in rows
@@ -130,6 +142,5 @@ def _steps(steps: tuple[Step, ...]) -> list[tuple[str, ...]]:
     return lines
 
 
-def _time(samples: tuple[float, ...], base: tuple[float, ...]) -> tuple[str, str]:
-    ratio = np.median(np.asarray(samples) / np.asarray(base))
-    return f"{np.median(samples):.1f}", f"{ratio:.2f}"
+def _time(cycle: Cycle, samples: tuple[float, ...], base: tuple[float, ...]) -> tuple[str, str]:
+    return f"{cycle.step(samples):.1f}", f"{cycle.ratio(samples, base):.2f}"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from benchmarks.hosts import __main__ as command
 from benchmarks.hosts.host import body_lines, code_lines
 from benchmarks.hosts.measured import compared
-from benchmarks.hosts.report import Adapter, HostsReport, Step
+from benchmarks.hosts.report import HOSTS_OWN, Adapter, HostsReport, Step, page
 
 TEXT = np.array([[1, 2], [3, 4]]), np.ones((2, 2, 8))
 
@@ -55,6 +56,32 @@ def test_a_host_that_is_not_installed_is_named(
     with pytest.raises(SystemExit):
         command.main(["--tokens", "1000"])
     assert "powers of two" in capsys.readouterr().err
+
+
+def test_a_step_has_its_share_of_quantizing_a_block(tmp_path: pathlib.Path):
+    base = Step("tunix", HOSTS_OWN, 4096, 2, 2**20, 0.0, 15 * (4.0,), 15 * (8.0,))
+    packed = dataclasses.replace(base, cache="kivi:bits=4", wall_ms=14 * (2.0,) + (34.0,))
+    assert packed.cycle.ageing == (14,)
+    when = dict(command="c", date="", jax_version="", cpu="", cores=1, load=(0.1,), shapes="")
+    shown = page(HostsReport(adapters=(), steps=(base, packed), missing={}, **when), tmp_path)
+    assert "| tunix | 4096 | `kivi:bits=4` | 1.0 | 3.0 | 0.75 | 8.0 | 1.00 |" in shown
+    assert "| tunix | 4096 | the host's own | 1.0 | 4.0 | 1.00 | 8.0 | 1.00 |" in shown
+
+
+def test_rounds_without_a_whole_block_are_refused(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        command.main(["--rounds", "15"])
+    assert "--rounds 15 must be a multiple of 32" in capsys.readouterr().err
+
+
+def test_the_file_is_there_before_the_page_is_printed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+):
+    monkeypatch.setattr(command, "MODULES", {"tunix": "no_such_host"})
+    monkeypatch.setattr(command, "page", lambda _, file: str(file.exists()))
+    monkeypatch.setattr("builtins.print", said := MagicMock())
+    command.main(["--json", str(tmp_path / "hosts.json")])
+    assert said.call_args_list[1].args == ("True",)
 
 
 def test_a_file_keeps_the_other_hosts_of_its_commit(tmp_path: pathlib.Path):

@@ -13,7 +13,10 @@ CACHE = "kivi:bits=2,recent=8,block=32"
 
 
 def test_a_report_tells_every_request(
-    model: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+    model: pathlib.Path,
+    tmp_path: pathlib.Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ):
     file = tmp_path / "serving.json"
     sizes = [
@@ -31,6 +34,13 @@ def test_a_report_tells_every_request(
         "64",
     ]
     caches = ["--cache", "dense", CACHE, "--timed", CACHE]
+    page = serving_report.page
+
+    def once_written(report: serving_report.ServingReport, path: pathlib.Path) -> str:
+        assert serving_report.ServingReport.read(file) == report
+        return page(report, path)
+
+    monkeypatch.setattr(serving, "page", once_written)
     serving.main(["--model", str(model), *caches, "--slots", "2", *sizes, "--json", str(file)])
     report = serving_report.ServingReport.read(file)
     new = sum(request.max_new_tokens for request in serving.requests_of(5, (4, 12, 3, 6), 300))
@@ -54,6 +64,7 @@ def test_a_report_tells_every_request(
     assert (prefix.cache, prefix.tokens) == (CACHE, 64)
     assert min(prefix.read, prefix.memory, prefix.disk, prefix.bytes) > 0
     shown = serving_report.page(report, file)
+    assert "| from files in the page cache |" in shown
     work = f"| `{CACHE}` | float32 | 4-12, 3-6 |"
     assert f"{work} one at a time | {report.rows[0].requests_per_second:.3f} |" in shown
     assert f"| `{CACHE}` | 64 | {prefix.read:.2f} s |" in shown
