@@ -2,7 +2,6 @@
 
 import dataclasses
 import pathlib
-from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -75,13 +74,12 @@ def test_rounds_without_a_whole_block_are_refused(capsys: pytest.CaptureFixture[
 
 
 def test_the_file_is_there_before_the_page_is_printed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr(command, "MODULES", {"tunix": "no_such_host"})
-    monkeypatch.setattr(command, "page", lambda _, file: str(file.exists()))
-    monkeypatch.setattr("builtins.print", said := MagicMock())
+    monkeypatch.setattr(command, "page", lambda _, file: f"written: {file.exists()}")
     command.main(["--json", str(tmp_path / "hosts.json")])
-    assert said.call_args_list[1].args == ("True",)
+    assert "written: True" in capsys.readouterr().out
 
 
 def test_a_file_keeps_the_other_hosts_of_its_commit(tmp_path: pathlib.Path):
