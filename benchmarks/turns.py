@@ -73,7 +73,7 @@ class Cycle:
 
     def ratio(self, samples: Sequence[float], base: Sequence[float]) -> float:
         """Return `step` of the ratios to another's samples of the same rounds."""
-        return self.step(np.asarray(samples) / np.asarray(base))
+        return self.step((np.asarray(samples) / np.asarray(base)).tolist())
 
 
 def cycle(spec: str, length: int, steps: int) -> Cycle:

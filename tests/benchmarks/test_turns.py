@@ -88,8 +88,16 @@ def test_an_older_page_says_if_no_step_of_its_run_quantized_a_block(
 
     file = tmp_path / "old.json"
     rows = row("dense"), row("kivi:bits=4", 34.0)
-    written = dict(command=f"python -m {DECODE_STEP}", date="", jax_version="", baseline="dense")
-    CpuReport(**written, cpu="c", cores=1, load=(0.1,), rows=rows).write(file)
+    CpuReport(
+        command=f"python -m {DECODE_STEP}",
+        date="",
+        jax_version="",
+        baseline="dense",
+        cpu="c",
+        cores=1,
+        load=(0.1,),
+        rows=rows,
+    ).write(file)
     text = page.page(CpuReport.read(file), file)
     assert ("No timed step of `kivi:bits=4` quantizes a block" in text) != ages
     assert ("| 4096 | kivi:bits=4 | 3.00 | 2.00 | 1.50 |" in text) == ages
