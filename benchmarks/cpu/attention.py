@@ -227,7 +227,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parsed(parser, argv)
     for tokens, spec in itertools.product(args.tokens, args.cache):
         if cycle(spec, tokens, 1).ageing:
-            parser.error(f"--tokens {tokens}: each call would quantize a block of {spec}")
+            parser.error(
+                f"--tokens {tokens}: each call would quantize a block of {spec}; give {tokens + 1}"
+            )
     command = (ATTENTION, *arguments(argv))
     run(
         "Decode attention of one layer",

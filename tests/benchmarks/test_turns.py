@@ -7,7 +7,7 @@ import pathlib
 
 import pytest
 
-from benchmarks.cpu import decode_step, page
+from benchmarks.cpu import attention, decode_step, page
 from benchmarks.cpu.timing import DECODE_STEP, CpuReport, Row, Shape
 from benchmarks.turns import Cycle, check_rounds, cycle, in_turns
 
@@ -65,6 +65,14 @@ def test_a_run_that_leaves_out_the_step_that_quantizes_is_refused(capsys):
     with pytest.raises(SystemExit):
         decode_step.main([*SMALL, "--cache", "kivi:bits=4", "--rounds", "9"])
     assert "--rounds 9 must be a multiple of 32" in capsys.readouterr().err
+
+
+def test_attention_alone_is_not_timed_at_a_length_at_which_each_call_quantizes(capsys):
+    with pytest.raises(SystemExit):
+        attention.main(["--cache", "kvquant:bits=3", "--tokens", "1024"])
+    said = "--tokens 1024: each call would quantize a block of kvquant:bits=3; give 1025"
+    assert said in capsys.readouterr().err
+    assert not cycle("kvquant:bits=3", 1025, 1).ageing
 
 
 def test_a_decode_step_is_timed_over_a_whole_block(tmp_path: pathlib.Path):
