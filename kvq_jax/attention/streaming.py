@@ -51,6 +51,9 @@ def attend(
     """Return the plan's attention over all the tokens that a query may see, [B, N, T, H] in the
     dtype of q, with fp32 accumulation. The output at padding is finite and unspecified.
 
+    A value that is not finite makes the outputs of all queries that share a pass with one that sees
+    it not finite: those of one call, or QUERY_CHUNK of them. Rows of the batch stay apart.
+
     Args:
         plan: the layer's plan.
         params: the layer's method parameters (keys, values).
@@ -295,6 +298,7 @@ def _add_exact(
             & real
             & fresh[None, None]
         )
+        v = jnp.where(jnp.any(seen, axis=1)[:, None, :, None], v, 0)  # 0 * nan is nan
         scores = attention_logits(attention, dot_rows(rows, k), rows.shape[-1])
         return online_softmax.extend(
             part, scores, _per_row(seen, rows), lambda weights: weigh_rows(weights, v)
@@ -337,8 +341,11 @@ def read_chunks(
         def weigh(weights: Float[Array, "B K R C"]) -> Float[Array, "B K R H"]:
             # joint rows are dequantized once, for keys and values
             then = at if plan.joint else _after(weights, at)
+            stored = read(v_home, then)
+            if plan.v.facts.stores_rows:  # 0 * nan is nan; codes decode to finite rows
+                stored = jnp.where(jnp.any(seen, axis=1)[:, None, :, None], stored, 0)
             return plan.v.weighted(
-                v_params, view.stats[v_home], weights, read(v_home, then), positions, view.rope
+                v_params, view.stats[v_home], weights, stored, positions, view.rope
             )
 
         scores = plan.k.scores(
