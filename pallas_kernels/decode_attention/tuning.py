@@ -1,10 +1,11 @@
-"""Tile sizes, stages and programs of the decode-attention kernel. They change its speed, never its
-result.
+"""Tile sizes, stages and programs of the decode-attention kernel. They change its speed, and its
+result only by rounding: sums are taken in another order.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 from jax.experimental import pallas as pl
@@ -15,7 +16,7 @@ from pallas_kernels.readers.base import Reader
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """Parameters that change only the speed. The number of programs is `cores` times `resident`
+    """Parameters that change the speed, and results only by rounding. The number of programs is `cores` times `resident`
     (docs/kernels.md).
 
     Args:
@@ -35,7 +36,7 @@ class Tuning:
     @property
     def running(self) -> int:
         """Return how many programs run at a time."""
-        return (device_cores() if self.cores is None else self.cores) * self.resident
+        return (target_cores() if self.cores is None else self.cores) * self.resident
 
     def programs(self, units: int, capacity: int) -> int:
         """Return the number of programs that share the live tiles of `units` rows times KV heads.
@@ -62,27 +63,37 @@ class Tuning:
         )
 
 
-def device_cores() -> int:
-    """Return the number of multiprocessors of this process's device, or of an H200 if it is not a
-    GPU.
-    """
-    return getattr(jax.devices()[0], "core_count", None) or H200_CORES
+def target_device() -> Any:
+    """Return the device that is compiled for: that of the mesh in use, or this process's first."""
+    of_mesh = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    if of_mesh is None:
+        return jax.devices()[0]
+    # a mesh's device has a kind, but no compute capability, even if the mesh is of real ones
+    here = jax.devices()[0]
+    return here if of_mesh.device_kind == here.device_kind else of_mesh
 
 
-def device_shared_bytes() -> int:
-    """Return the shared memory of a multiprocessor of this process's device.
+def target_capability() -> str:
+    """Return the compute capability of the GPU that is compiled for, or of an H200 if it is not a
+    GPU or does not say."""
+    return str(getattr(target_device(), "compute_capability", None) or H200_CAPABILITY)
 
-    If the device is not a GPU it is an H200's, and if its architecture is unknown, the smallest of
-    all.
-    """
-    capability = getattr(jax.devices()[0], "compute_capability", None)
-    if capability is None:
-        return SHARED_BYTES["9.0"]
-    return SHARED_BYTES.get(str(capability), min(SHARED_BYTES.values()))
+
+def target_cores() -> int:
+    """Return the number of multiprocessors of the GPU that is compiled for, or of an H200 if it is
+    not a GPU or does not say."""
+    device = target_device()
+    return getattr(device, "core_count", None) or getattr(device, "num_cores", None) or H200_CORES
+
+
+def shared_bytes_of(capability: str) -> int:
+    """Return the shared memory of a multiprocessor, the smallest of all if the architecture is
+    unknown."""
+    return SHARED_BYTES.get(capability, min(SHARED_BYTES.values()))
 
 
 TUNING = Tuning()
-H200_CORES = 132
+H200_CAPABILITY, H200_CORES = "9.0", 132
 WARPS = (
     8  # The most that a multiprocessor's 65536 registers hold, for kernels that use 255 registers.
 )
@@ -90,16 +101,16 @@ WARPS = (
 # specifications.
 SHARED_BYTES = {
     **{"8.0": 167936, "8.6": 102400, "8.7": 167936, "8.9": 102400},
-    **{"9.0": 233472, "10.0": 233472, "12.0": 102400},
+    **{"9.0": 233472, "10.0": 233472, "10.3": 233472, "12.0": 102400, "12.1": 102400},
 }
 OTHER_SHARED_BYTES = 3072  # of each program: for rearranging, and what the system keeps
 
 
 def tuning_for(k: Reader, v: Reader, columns: int, capacity: int, asm: bool) -> Tuning:
-    """Return the default tuning for these readers: a tile no larger than the capacity, and the
-    number of programs that fit on a multiprocessor.
+    """Return the default tuning for these readers: a tile no larger than the capacity and than
+    their `longest_tile`, and the number of programs that fit on a multiprocessor.
     """
-    steps = k.step, v.step
+    steps, longest = (k.step, v.step), (k.longest_tile, v.longest_tile)
     tile, warps = min(s.tile for s in steps), max(s.warps for s in steps)
     stages = min(s.stages for s in steps)
     if columns > 8:
@@ -108,8 +119,9 @@ def tuning_for(k: Reader, v: Reader, columns: int, capacity: int, asm: bool) -> 
         tile //= 2
     while tile > capacity:
         tile //= 2
+    tile = min([tile, *(tokens for tokens in longest if tokens is not None)])
     tile = max(tile, k.min_tile, v.min_tile)
-    resident = min(WARPS // warps, device_shared_bytes() // shared_bytes(k, v, tile, stages))
+    resident = min(WARPS // warps, shared_bytes_of(target_capability()) // shared_bytes(k, v, tile, stages))
     return Tuning(tile, warps, stages, resident=max(1, resident))
 
 

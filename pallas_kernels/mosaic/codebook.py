@@ -18,10 +18,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.decode_attention.tuning import target_capability
 from pallas_kernels.mosaic.grouped import GroupedKeys, GroupedSide, GroupedValues
 from pallas_kernels.mosaic.matrices import Matrices
 from pallas_kernels.mosaic.registers import SIDE, WARPS
-from pallas_kernels.mosaic.route import BULK, target_capability
+from pallas_kernels.mosaic.route import BULK
 from pallas_kernels.mosaic.stripes import Stripe
 from pallas_kernels.mosaic.table_lookup import entries, in_registers
 from pallas_kernels.readers.grouped import GroupedReader

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.decode_attention.lower_limits import LowerLimits
 from pallas_kernels.decode_attention.partial_attention import Splits
 from pallas_kernels.decode_attention.schedule import Pieces
-from pallas_kernels.decode_attention.tuning import SHARED_BYTES, Tuning
+from pallas_kernels.decode_attention.tuning import Tuning, shared_bytes_of, target_capability
 from pallas_kernels.launch import Launch
 from pallas_kernels.readers.base import Reader
 from pallas_kernels.readers.codebook import CodebookReader
@@ -187,21 +187,13 @@ def pieces(
     )
 
 
-def target_capability() -> str:
-    """Return the compute capability of the GPU that is compiled for, or of an H200 if it is not a
-    GPU."""
-    ambient = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    device = ambient if ambient is not None else jax.devices()[0]
-    return str(getattr(device, "compute_capability", None) or BULK)
-
-
 def tuning_for(k: Reader, v: Reader, columns: int, capacity: int, capability: str) -> Tuning:
     """Return the longest tile and the most stages of which the shared memory holds RESIDENT blocks.
 
     Head dim 256 and 16 query columns fill the registers with sums of values, so their tiles are
     single stripes.
     """
-    shared = SHARED_BYTES.get(capability, min(SHARED_BYTES.values()))
+    shared = shared_bytes_of(capability)
     beside = OTHER_SHARED_BYTES + 4 * STRIPE * columns  # for reductions
     of_token = k.row_bytes + v.row_bytes
     runs = isinstance(k, RunsReader)

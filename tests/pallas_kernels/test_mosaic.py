@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.decode_attention.schedule import Schedule
-from pallas_kernels.decode_attention.tuning import Tuning
+from pallas_kernels.decode_attention.tuning import Tuning, shared_bytes_of
 from pallas_kernels.launch import Launch
 from pallas_kernels.mosaic import route
 from pallas_kernels.mosaic.walk import Walk
@@ -325,5 +325,5 @@ def test_tiles_fit_the_shared_memory_of_the_gpu():
             of_tiles = tuning.stages * tuning.tile * (k.row_bytes + v.row_bytes)
             reductions, system = 4096, 2048  # as compiled for an H200
             bytes_of_block = of_tiles + reductions + system
-            assert tuning.resident * bytes_of_block <= route.SHARED_BYTES[capability]
+            assert tuning.resident * bytes_of_block <= shared_bytes_of(capability)
             assert np.log2(tuning.tile / route.STRIPE) in (0, 1)

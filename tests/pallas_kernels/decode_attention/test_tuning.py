@@ -9,11 +9,13 @@ from kvq_jax.codecs.kernel_readers import polar
 from pallas_kernels.decode_attention.tuning import (
     H200_CORES,
     Tuning,
-    device_cores,
     shared_bytes,
+    target_capability,
+    target_cores,
     tuning_for,
 )
 from pallas_kernels.readers.base import Reader
+from pallas_kernels.readers.rotary import RotatedReader
 from pallas_kernels.tiles.layout import plane_layout
 from tests.pallas_kernels.grouped_sides import format_of, reader_of
 
@@ -63,14 +65,15 @@ def test_no_step_holds_two_groups_of_64_tokens(size, tile):
     assert tuning_for(k, v, 8, 16384, True).tile == tile
 
 
-def test_splits_follow_the_device_and_the_capacity():
-    few = Tuning(tile=64, cores=132, resident=8).splits(16, 1 << 17)
-    assert Tuning(tile=64, cores=132, resident=2).splits(4, 1 << 17) == few, (
-        "four programs with a quarter of the room each are the same"
-    )
-    assert Tuning(tile=64, cores=16, resident=8).splits(16, 1 << 17) < few
-    assert Tuning(tile=64, cores=132).splits(1, 512) == 4, "two tiles for each split at least"
-    assert Tuning(tile=64, cores=132).splits(10**6, 1 << 17) == 1
+@pytest.mark.parametrize(("block", "shards", "tile"), [(96, 1, 128), (96, 2, 32), (64, 2, 128)])
+def test_no_tile_is_longer_than_its_readers_take(block, shards, tile):
+    """A tile of keys before RoPE lies in one block, or is whole blocks, if shards hold every n-th
+    one.
+    """
+    k, v = pair(4, "asym")
+    turned = RotatedReader(k).placed(0, block, shards)
+    assert tuning_for(turned, v, 8, 16384, True).tile == min(tile, turned.step.tile)
+    assert tuning_for(v, turned, 8, 16384, True).tile == min(tile, turned.step.tile)
 
 
 def test_cores_are_those_of_the_device(monkeypatch):
@@ -78,10 +81,27 @@ def test_cores_are_those_of_the_device(monkeypatch):
         monkeypatch.setattr(
             jax, "devices", lambda cores=cores: [types.SimpleNamespace(core_count=cores)]
         )
-        assert device_cores() == cores
-        assert Tuning().splits(128, 1 << 20) == Tuning(cores=cores).splits(128, 1 << 20)
+        assert target_cores() == cores
+        assert Tuning().programs(128, 1 << 20) == Tuning(cores=cores).programs(128, 1 << 20)
     monkeypatch.setattr(jax, "devices", lambda: [types.SimpleNamespace()])
-    assert device_cores() == H200_CORES
+    assert target_cores() == H200_CORES
+
+
+def test_the_target_is_the_device_of_the_mesh_in_use(monkeypatch):
+    """Under a mesh of this process's GPUs, JAX names their kind, but no compute capability."""
+    a100 = types.SimpleNamespace(
+        device_kind="NVIDIA A100", compute_capability="8.0", core_count=108
+    )
+    monkeypatch.setattr(jax, "devices", lambda: [a100])
+    found = {}
+    for kind, cores in (("NVIDIA A100", 108), ("NVIDIA B200", 148), ("NVIDIA H200", None)):
+        device = jax.sharding.AbstractDevice(kind, cores, "gpu")
+        mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
+        with jax.sharding.use_abstract_mesh(mesh):
+            found[kind] = target_capability(), target_cores()
+    assert found["NVIDIA A100"] == ("8.0", 108)
+    assert found["NVIDIA H200"] == ("9.0", H200_CORES)
+    assert found["NVIDIA B200"][1] == 148
 
 
 def test_programs_share_the_memory_that_their_device_has(monkeypatch):
@@ -89,7 +109,7 @@ def test_programs_share_the_memory_that_their_device_has(monkeypatch):
     4090, and one is always started.
     """
     resident = {}
-    for capability in ("9.0", "8.0", "8.9", "99.0"):
+    for capability in ("9.0", "8.0", "8.9", "10.3", "99.0"):
         monkeypatch.setattr(
             jax,
             "devices",
@@ -99,4 +119,5 @@ def test_programs_share_the_memory_that_their_device_has(monkeypatch):
             tuning_for(EXACT, EXACT, 8, 16384, True).resident,
             tuning_for(*pair(3, "sym"), 8, 16384, True).resident,
         )
+    assert resident.pop("10.3") == resident["9.0"]
     assert resident == {"9.0": (2, 5), "8.0": (1, 4), "8.9": (1, 2), "99.0": (1, 2)}
