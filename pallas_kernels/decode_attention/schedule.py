@@ -32,6 +32,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 MIN_TILES = 2  # tiles per program: nothing is computed until its first one has arrived
+FEWEST_PIECES = 4
 
 
 class TileRun(NamedTuple):
@@ -88,8 +89,12 @@ class Schedule:
 
     @property
     def pieces(self) -> int:
-        """Return how many places there are for pieces. Not all of them are used."""
-        return self.programs + self.units
+        """Return how many places there are for pieces. Not all of them are used.
+
+        There is one for each warp of Mosaic GPU's merge (mosaic/merge.py), which loads as many at a
+        time.
+        """
+        return max(self.programs + self.units, FEWEST_PIECES)
 
     @property
     def usual_pieces(self) -> int:

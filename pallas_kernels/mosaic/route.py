@@ -240,8 +240,6 @@ def unmerged(parts: Sequence[Splits | Pieces], channels: int) -> str | None:
     for part in parts:
         if isinstance(part, Splits) and part.m.shape[2] > 1:
             return f"{part.m.shape[2]} splits of the windows, more than one"
-        if isinstance(part, Pieces) and part.schedule.pieces < WARPS:
-            return f"{part.schedule.pieces} pieces, fewer than one for each warp"
     return f"head dim {channels}" if channels % (WARPS * 8) else None
 
 

@@ -1,6 +1,7 @@
 """Decode steps without Pallas' Triton route: which methods run on Mosaic GPU alone with their
 default options, and that their steps are those of XLA. Interpreted, with a detector of races."""
 
+import dataclasses
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -156,6 +157,22 @@ def test_xla_writes_no_block_that_triton_writes(name: str):
 )
 def test_steps_are_those_of_xla(name: str):
     compare(name, Launch(interpret=True, route="mosaic"))
+
+
+@pytest.mark.usefixtures("without_triton")
+def test_a_row_with_one_head_has_fewer_pieces_than_the_merge_has_warps():
+    dims = dataclasses.replace(DIMS, num_key_value_heads=1)
+    cache = kvq.init_cache("kivi:bits=4", dims, 1, 384, "bfloat16")
+    plan, tokens = cache.plans[0], sequences(1, dims, 384, dtype="bfloat16")
+    none, lengths = np.zeros(1, np.int32), np.full(1, 300, np.int32)
+    _, state, _ = prefill(plan, (), cache.layers[0], tokens.window(none, lengths, 384), ())
+    new, by = tokens.window(lengths, lengths + 1, 1), Launch(interpret=True, route="mosaic")
+    output, wanted = (
+        decode_layer(plan, (), state, new, (), route=dispatch.choose(route, plan, HEADS, 1))[0]
+        for route in (by, "xla")
+    )
+    assert row_errors(output, wanted).max() < 1e-2
+    assert row_errors(output[:, ::-1], wanted).max() > 0.1, "other heads would pass"
 
 
 @pytest.mark.gpu

@@ -13,6 +13,7 @@ from jax import lax
 
 from pallas_kernels.decode_attention.schedule import MIN_TILES, Schedule
 from pallas_kernels.decode_attention.tuning import Tuning
+from pallas_kernels.mosaic import route
 
 H200 = Tuning(tile=128, cores=132, resident=8)
 
@@ -104,3 +105,8 @@ def test_there_are_as_many_programs_as_run_at_a_time_and_no_more_than_have_work(
     assert Tuning(tile=128, cores=108, resident=5).programs(128, 32768) == 540
     assert H200.programs(8, 4096) == 128
     assert H200.programs(1, 32) == 1
+
+
+def test_each_warp_of_a_merge_has_a_place_to_read():
+    assert Schedule(1, 128, 1, 1).pieces == route.WARPS
+    assert Schedule(3, 128, 2, 1).pieces == 5
