@@ -23,6 +23,7 @@ from kvq_jax.attention import dispatch, native
 from kvq_jax.attention.dispatch import XLA, Route
 from kvq_jax.cache.wrapped_body import with_blocks
 from kvq_jax.codecs.codec import Codec, TokensAt
+from kvq_jax.codecs.kernels import KernelJob
 from kvq_jax.layer import cross_layer
 from kvq_jax.layer.kept_codes import unwritten
 from kvq_jax.layer.plan import LayerPlan, LayerState, by_side
@@ -371,7 +372,8 @@ def _age(
             return dispatch.quantize(codec, params, state.stats[side], coded, at, route)
 
         whole = source, below, position[:, None, :, None]
-        if route.launch:
+        job = route.launch and codec.kernels.writer(params, state.stats[side], prefill)
+        if isinstance(job, KernelJob):  # a fused kernel needs no memory beside its codes
             return code(whole)
         return _by_chunks(code, codec.body(1, 1, block), whole, block)
 

@@ -16,8 +16,8 @@ from pallas_kernels.readers.base import Reader
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """Parameters that change the speed, and results only by rounding. The number of programs is `cores` times `resident`
-    (docs/kernels.md).
+    """Parameters that change the speed, and results only by rounding. The number of programs is
+    `cores` times `resident` (docs/kernels.md).
 
     Args:
         tile: tokens of a loop step.
@@ -121,7 +121,8 @@ def tuning_for(k: Reader, v: Reader, columns: int, capacity: int, asm: bool) -> 
         tile //= 2
     tile = min([tile, *(tokens for tokens in longest if tokens is not None)])
     tile = max(tile, k.min_tile, v.min_tile)
-    resident = min(WARPS // warps, shared_bytes_of(target_capability()) // shared_bytes(k, v, tile, stages))
+    shared = shared_bytes_of(target_capability())
+    resident = min(WARPS // warps, shared // shared_bytes(k, v, tile, stages))
     return Tuning(tile, warps, stages, resident=max(1, resident))
 
 

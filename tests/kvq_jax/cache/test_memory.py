@@ -13,14 +13,15 @@ import pytest
 
 import kvq_jax as kvq
 from kvq_jax.attention import dispatch, streaming
-from kvq_jax.attention.dispatch import XLA
+from kvq_jax.attention.dispatch import XLA, Route
 from kvq_jax.cache.cache import CacheDims
-from kvq_jax.cache.update import decode_layer, prefill_layer
+from kvq_jax.cache.update import append_layer, decode_layer, prefill_layer
 from kvq_jax.codecs.bias_subtracting import BiasSubtracting
 from kvq_jax.layer.plan import LayerPlan
 from kvq_jax.methods.dense import DenseCodec
 from kvq_jax.types.array_types import LayerWeights
 from kvq_jax.types.pytree import describe
+from pallas_kernels.launch import Launch
 from tests.compile_options import QUICK_COMPILE, USUAL_COMPILE
 from tests.exhaustive import some
 from tests.kvq_jax.layer_runs import empty
@@ -146,6 +147,24 @@ def test_prefill_needs_no_more_than_a_dense_prefill(spec: str):
     dense, dense_layer = temporary_bytes(prefill_layer, "dense", 4096, 8192)
     assert quantized + layer <= dense + dense_layer, (
         f"{quantized} + {layer} bytes, dense {dense} + {dense_layer}"
+    )
+
+
+def test_a_prompt_that_kernels_do_not_quantize_is_quantized_in_chunks_beside_them():
+    temporary = {}
+    for tokens in (1024, 16384):
+        cache = kvq.cache.layout("nf4", DIMS, 1, 32768, "bfloat16")
+        plan, state, inputs = cache.plans[0], cache.layers[0], inputs_of(DIMS, tokens, "bfloat16")
+        for route in (XLA, Route("pallas", Launch())):
+            append = functools.partial(append_layer, plan, (), prefill=True, route=route)
+            lowered = jax.jit(lambda s, i, append=append: append(s, i, ()), donate_argnums=0).lower(
+                state, inputs
+            )
+            memory = lowered.compile(QUICK_COMPILE).memory_analysis()
+            temporary[route.name, tokens] = memory.temp_size_in_bytes
+    assert temporary["pallas", 16384] == temporary["xla", 16384], temporary
+    assert temporary["pallas", 16384] < 8 * temporary["pallas", 1024], (
+        "as a whole it needs 16 times"
     )
 
 
