@@ -4,8 +4,9 @@ this machine, by comparing both on small random arrays for one pair of readers.
 The only interpreter for assembly is the tests' emulator, which is not a GPU: compiler, registers
 and approximate exponentials are the device's own. So each machine is tested once for each format.
 Attention over a few hundred tokens is computed by the assembly kernel as it will run, and by the
-same kernel in array operations, interpreted. The test covers attention, its merge and the
-quantization of uniform groups, and on Mosaic GPU the kernel that appends a token too.
+same kernel in array operations, interpreted. The test covers attention, its merge, the
+quantization of uniform groups, and the kernel that appends a token, with attention to the windows
+and blocks of uniform groups and of tables.
 """
 
 from __future__ import annotations
@@ -141,8 +142,7 @@ def _outputs(format: Format, launch: Launch, device: Any) -> dict[str, np.ndarra
 
         limits = jnp.asarray(format.limits, jnp.int32)
         outputs = {"attention": np.asarray(attend(q, keys, values, limits))}
-        if format.route == "mosaic":
-            outputs |= _of_windows(format, keys, values, launch, rng, options)
+        outputs |= _of_windows(format, keys, values, launch, rng, options)
         for side, reader in (("keys", format.keys), ("values", format.values)):
             reader = reader.inner if isinstance(reader, RotatedReader) else reader
             if isinstance(reader, GroupedReader):
@@ -178,8 +178,8 @@ def _of_windows(
     rng: np.random.Generator,
     options: dict[str, Any] | None,
 ) -> dict[str, np.ndarray]:
-    """Return what appending a token leaves, and attention to the windows, or nothing if Mosaic GPU
-    does neither."""
+    """Return what appending a token leaves, and attention to the windows, or nothing if the route is
+    Mosaic GPU and it does neither."""
     channels, batch = math.prod(format.keys.chunks), len(POSITIONS)
 
     def rows(slots: int) -> jax.Array:
@@ -187,14 +187,16 @@ def _of_windows(
 
     sides = []
     for reader, stored in ((format.keys, keys), (format.values, values)):
-        sides.append(Side(rows(1), rows(SINK), rows(SLOTS), _blocks(reader, stored)))
+        blocks = _blocks(reader, stored, format.route, launch.asm)
+        sides.append(Side(rows(1), rows(SINK), rows(SLOTS), blocks))
     position = jnp.asarray(POSITIONS, jnp.int32)
     q = jnp.asarray(rng.standard_normal((batch, HEADS, format.group, channels)), jnp.float32)
     seen = (SLOTS if format.windowed else None), format.soft_cap
     rotation = (keys[-2], keys[-1]) if format.keys.turns else None
     queries = WindowQueries(q, position + 1, jnp.zeros_like(position), rotation, *seen)
     writers = [side.blocks.writer if isinstance(side.blocks, Blocks) else None for side in sides]
-    if mosaic.unappended(writers, [side.ring for side in sides], queries):
+    rings = [side.ring for side in sides]
+    if format.route == "mosaic" and mosaic.unappended(writers, rings, queries):
         return {}
 
     @functools.partial(jax.jit, compiler_options=options)
@@ -214,15 +216,26 @@ def _of_windows(
     }
 
 
-def _blocks(reader: Reader, stored: Sequence[jax.Array]) -> Blocks | None:
-    """Return the blocks of these stored arrays, if Mosaic GPU writes them."""
+def _blocks(
+    reader: Reader, stored: Sequence[jax.Array], route: KernelRoute, asm: bool
+) -> Blocks | None:
+    """Return the blocks of BLOCK tokens of these stored arrays, if this route writes them."""
     if isinstance(reader, RotatedReader):
-        return _blocks(reader.inner, stored[:-2])
-    if isinstance(reader, GroupedReader) and not mosaic.unquantized(reader):
+        return _blocks(reader.inner, stored[:-2], route, asm)
+    if isinstance(reader, GroupedReader):
+        if reader.axis == "tokens" and reader.group != BLOCK:
+            return None
+        if route == "mosaic" and mosaic.unquantized(reader):
+            return None
         scheme = "asym" if reader.centre is None else "sym"
-        job = Job(reader, scheme, reader.layout.bits - (scheme == "sym"), False, 1, False)
+        job = Job(reader, scheme, reader.layout.bits - (scheme == "sym"), False, 1, asm)
         writer, scales, inputs = GroupedBlocks(job), stored[len(reader.layout.sets) :], []
-    elif isinstance(reader, CodebookReader) and reader.affine == "tokens" and not reader.pool:
+    elif (
+        isinstance(reader, CodebookReader)
+        and reader.affine == "tokens"
+        and not reader.pool
+        and not reader.layout.channels % reader.group  # the groups of one head
+    ):
         table, *scales = stored[len(reader.layout.sets) :]
         writer = TableBlocks(reader.layout, reader.group, scale_dtype=reader.scale_dtype)
         inputs = [table[None, None], table[None, None]]  # levels, and values

@@ -142,7 +142,7 @@ def on_device(format: Format, device: Any) -> str | None:
     reference = None
     with contextlib.suppress(RuntimeError):
         reference = jax.local_devices(backend="cpu")[0]
-    # Mosaic GPU's pieces are merged by a kernel whose assembly has a test of its own.
+    # Kernels on Mosaic GPU, their merge too, have their own assembly whatever a launch says.
     launch = Launch("asm") if format.route == "triton" else Launch("jnp", route="mosaic")
     return _self_test().difference(format, launch, device, reference)
 

@@ -33,6 +33,15 @@ def test_right_assembly_passes(spec):
     assert self_test.difference(format(spec), Emulated()) is None
 
 
+def test_appending_is_compared_too():
+    outputs = self_test._outputs(format("kivi:bits=4"), self_test.INTERPRETED, None)
+    arrays = [name for name in outputs if name.startswith("appended")]
+    assert len(arrays) == 2 * 5, "of each side: sink, ring, words, scales and zero points"
+    for name in ("attention over windows", *arrays):
+        wrong = dict(outputs) | {name: 1.03 * outputs[name] + np.float32(1)}
+        assert self_test._compare(wrong, outputs), f"{name} would pass"
+
+
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("assembler")
 def test_right_assembly_passes_in_a_ring_with_a_soft_cap():
