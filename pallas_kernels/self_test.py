@@ -178,8 +178,8 @@ def _of_windows(
     rng: np.random.Generator,
     options: dict[str, Any] | None,
 ) -> dict[str, np.ndarray]:
-    """Return what appending a token leaves, and attention to the windows, or nothing if the route is
-    Mosaic GPU and it does neither."""
+    """Return what appending a token leaves, and attention to the windows, or nothing if the route
+    is Mosaic GPU and it does neither."""
     channels, batch = math.prod(format.keys.chunks), len(POSITIONS)
 
     def rows(slots: int) -> jax.Array:

@@ -74,7 +74,9 @@ def attend(
     windows: Splits | None,
     launch: Launch,
 ) -> QueryBNTH:
-    """Attend as `streaming.attend` does, with one query token, and NaN past the capacity.
+    """Attend as `streaming.attend` does, with one query token, and NaN for those that
+    `streaming.without_lost` names. The output at padding is finite, and not always 0: the kernel
+    that merges all parts computes it too.
 
     after: the state with the new token.
     windows: the attention over its windows from `append_token`, or None if they hold no token that

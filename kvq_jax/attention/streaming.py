@@ -111,7 +111,8 @@ def without_lost(
 ) -> QueryBNTH:
     """Return attention with NaN for tokens past the capacity, and for those whose window reaches
     below `floor`, the first body token that is held after a trim. It is 0 for other tokens that are
-    not stored: products of packed weights skip rows of zeros.
+    not stored: products of packed weights skip rows of zeros. One kernel that merges all parts
+    (fused.py) has NaN for the same tokens, and what it computes for the others.
 
     The positions of padding are below the capacity (`layer_step.new_tokens`)."""
     lost = inputs.positions >= plan.regions.capacity

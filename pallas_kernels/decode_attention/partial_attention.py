@@ -12,9 +12,10 @@ from typing import NamedTuple
 from jaxtyping import Array, Float
 
 NEG_INF = -1e30  # finite, so that a part without any valid token merges without NaN
-# Kernels round weights to fp16, which loses anything below 6e-8. So they lower m by this power of
+# Kernels round weights to fp16, which loses anything below 6e-8. So most lower m by this power of
 # two: the largest weight is then 2^15, and 128K tokens with 1e-8 of a sink's weight each do not
-# vanish beside it.
+# vanish beside it. Readers that round a weight times a token's scale lower m less, or not at all
+# (`Reader.weight_exponent`): the product must not overflow.
 WEIGHT_EXPONENT = 15
 
 
