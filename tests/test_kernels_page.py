@@ -32,13 +32,6 @@ FORMATS = {  # the page's name of a cache -> the name of its kernel in the resul
     "`waterfill:bits=4`": "waterfill, 4 bits",
     "`dense`": "dense, bf16",
 }
-PRODUCTS = {
-    "`innerq:bits=2,mode=asym` (Tables 3 and 4: inner)": "innerq 2-bit asym",
-    "`kivi:bits=2` (Table 4: outer)": "kivi 2-bit",
-    "`innerq:bits=1,mode=sym`": "innerq 2-bit sym",
-    "`kivi:bits=4`": "kivi 4-bit",
-}
-EXACT_US, EXACT_BITS = 250, 16  # of bfloat16 rows at the memory's speed
 
 
 def counts() -> dict[str, dict]:
@@ -79,21 +72,7 @@ def launches_table() -> list[str]:
     ]
 
 
-def products_table() -> list[str]:
-    rows, lines = counts(), []
-    for cache, kernel in PRODUCTS.items():
-        keys, values = (rows[f"{product}, {kernel}, H 128, asm"] for product in ("q K^T", "p V"))
-        bits, budget = keys["stored_bits"], keys["derived"]["budget"]
-        cells = [cache, f"{bits:g}", f"{budget:.2f}"]
-        for row in (keys, values):
-            needed = row["derived"]["instructions_per_element"]
-            slower = max(1.0, needed / budget, 2 * row["derived"]["alu_per_element"] / budget)
-            cells += [f"{needed:.2f}", f"{EXACT_US * bits / EXACT_BITS * slower:.0f}"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
-
-
-@pytest.mark.parametrize("table", [formats_table, launches_table, products_table])
+@pytest.mark.parametrize("table", [formats_table, launches_table])
 def test_a_table_is_that_of_the_results(table):
     wanted = "\n".join(table())
     assert wanted in PAGE, f"the table of docs/kernels.md is\n\n{wanted}"

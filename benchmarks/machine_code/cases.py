@@ -9,14 +9,13 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.machine_code.case import BATCH, GROUP, KV_HEADS, TOKENS, Case
-from benchmarks.machine_code.limits import Limits, slow_limits, usual_limits
+from benchmarks.machine_code.limits import slow_limits, usual_limits
 from benchmarks.machine_code.stored import Stored, before_rope, pools_of, runs, tables, uniform
 from kvq_jax.arrays.channel_groups import ChannelGroup
 from kvq_jax.arrays.grouped_array import GroupedAxis, GroupFormat, Scheme
 from kvq_jax.arrays.sparse_outliers import Pool
-from pallas_kernels.decode_attention import matvec
 from pallas_kernels.decode_attention.kernel import decode_attention
-from pallas_kernels.decode_attention.tuning import TUNING, tuning_for
+from pallas_kernels.decode_attention.tuning import tuning_for
 from pallas_kernels.launch import Arithmetic, Launch
 
 
@@ -146,54 +145,6 @@ def _waterfill(
     )
 
 
-def _products(
-    name: str,
-    sides: tuple[Stored, Stored],
-    channels: int,
-    of_scores: Limits,
-    of_values: Limits,
-    arithmetic: Arithmetic = "asm",
-) -> tuple[Case, Case]:
-    """Return the two matrix-vector products by themselves: q K^T, p V."""
-    (k_reader, k_stored, k_bits), (v_reader, v_stored, v_bits) = sides
-    launch = Launch(arithmetic)
-
-    def scores() -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        q = jax.ShapeDtypeStruct((BATCH, KV_HEADS, GROUP, channels), jnp.float32)
-        return lambda q, stored: matvec.scores(
-            q, k_reader, stored, capacity=TOKENS, launch=launch
-        ), (q, k_stored)
-
-    def values() -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        p = jax.ShapeDtypeStruct((BATCH, KV_HEADS, GROUP, TOKENS), jnp.float32)
-        return lambda p, stored: matvec.weighted_values(p, v_reader, stored, launch=launch), (
-            p,
-            v_stored,
-        )
-
-    k_elements, v_elements = (
-        tuning.tile * channels for tuning in (matvec.scores_tuning(k_reader, TOKENS), TUNING)
-    )
-    return (
-        Case(
-            f"q K^T, {name}, H {channels}, {arithmetic}",
-            scores,
-            "matvec_scores",
-            k_elements,
-            k_bits,
-            **of_scores,
-        ),
-        Case(
-            f"p V, {name}, H {channels}, {arithmetic}",
-            values,
-            "matvec_values",
-            v_elements,
-            v_bits,
-            **of_values,
-        ),
-    )
-
-
 DENSE = uniform(None, 128), uniform(None, 128)  # keys, values: unquantized rows in bfloat16
 # Caps are 8 % above the larger count of the two targets with JAX 0.10.2 and ptxas 13.5: counts move
 # with the compiler.
@@ -275,48 +226,4 @@ CASES: tuple[Case, ...] = (
     ),
     _waterfill("2.5", "54332210", "54332110", 128, "jnp", **slow_limits(9.53, 3.78, 0.22)),
     attention_case("dense, bf16", *DENSE, 128, arithmetic="jnp", **usual_limits(1.4, 0.5, 1.0)),
-    *_products(
-        "innerq 2-bit sym",
-        grouped(2, "sym", INNER, 128),
-        128,
-        usual_limits(2.03, 1.1, 1.0, waits=True),
-        usual_limits(2.22, 1.1, 1.0),
-    ),
-    *_products(
-        "innerq 2-bit asym",
-        grouped(2, "asym", INNER, 128),
-        128,
-        usual_limits(2.42, 0.87, 1.0, waits=True),
-        usual_limits(2.28, 0.84, 1.0),
-    ),
-    *_products(
-        "kivi 2-bit",
-        grouped(2, "asym", OUTER, 128),
-        128,
-        slow_limits(2.93, 0.96, 0.94, 286),
-        usual_limits(2.24, 0.82, 1.0),
-    ),
-    *_products(
-        "innerq 2-bit asym",
-        grouped(2, "asym", INNER, 128),
-        128,
-        usual_limits(2.68, 0.89, 0.96, waits=True),
-        usual_limits(3.07, 1.13, 0.84),
-        "jnp",
-    ),
-    *_products(
-        "kivi 2-bit",
-        grouped(2, "asym", OUTER, 128),
-        128,
-        slow_limits(3.54, 1.11, 0.73),
-        slow_limits(3.01, 0.99, 0.86),
-        "jnp",
-    ),
-    *_products(
-        "kivi 4-bit",
-        grouped(4, "asym", OUTER, 128),
-        128,
-        usual_limits(2.68, 1.1, 1.0),
-        usual_limits(2.32, 1.1, 1.0),
-    ),
 )

@@ -26,7 +26,6 @@ A100_LIMITS: dict[str, Limits] = {
     "innerq, 4-bit sym, H 128, jnp": {"cap_spill_bytes": 726},
     "kivi, 2-bit, H 128, jnp": {"cap_instructions": 4.37, "cap_alu": 1.84},
     "kivi, 4-bit, before RoPE, H 128, jnp": {"cap_spill_bytes": 100},
-    "q K^T, innerq 2-bit asym, H 128, asm": {"cap_alu": 0.95, "loop_spills_allowed": True},
     "polar 4+2, groups of 64, exact values, H 128, asm": {"cap_spill_bytes": 83},
     "kivi, 2-bit, groups of 128 tokens, H 128, asm": {
         "loop_spills_allowed": True,

@@ -46,22 +46,6 @@ class Tuning:
         """
         return max(1, min(self.running, pl.cdiv(units * pl.cdiv(capacity, self.tile), MIN_TILES)))
 
-    def splits(self, programs: int, capacity: int) -> int:
-        """Return the fastest number of splits of the token axis, of at least two tiles each, for
-        `programs` rows times KV heads.
-
-        Programs run in rounds of as many as the device holds at a time. Each waits for its first
-        tile about as long as it takes to process one. A few programs more than one round would keep
-        the device busy for two.
-        """
-        running = self.running
-        tiles = capacity // self.tile
-        maximum = max(1, min(tiles // 2, 4 * pl.cdiv(running, programs)))
-        return min(
-            range(1, maximum + 1),
-            key=lambda splits: pl.cdiv(programs * splits, running) * (pl.cdiv(tiles, splits) + 1),
-        )
-
 
 def target_device() -> Any:
     """Return the device that is compiled for: that of the mesh in use, or this process's first."""
@@ -92,7 +76,6 @@ def shared_bytes_of(capability: str) -> int:
     return SHARED_BYTES.get(capability, min(SHARED_BYTES.values()))
 
 
-TUNING = Tuning()
 H200_CAPABILITY, H200_CORES = "9.0", 132
 WARPS = (
     8  # The most that a multiprocessor's 65536 registers hold, for kernels that use 255 registers.

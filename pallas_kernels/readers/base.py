@@ -114,11 +114,6 @@ class Reader(abc.ABC):
         """Return the most tokens that a tile may have, or None for any number."""
         return None
 
-    @property
-    def scores_tile(self) -> int:
-        """Return the tokens of a step that stores scores (matvec.py)."""
-        return 64
-
     @abc.abstractmethod
     def arrays(self, stored: Sequence[Array]) -> tuple[Array, ...]:
         """Reshape the stored arrays [B, K, ...] to the form that the kernel indexes, without a

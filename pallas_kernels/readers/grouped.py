@@ -87,13 +87,6 @@ class GroupedReader(Reader):
         return LoopStep(min(tile, 64) if halved else tile, stages)
 
     @property
-    def scores_tile(self) -> int:
-        # Steps of 128 tokens spill, because each score to be stored takes a register. But shorter
-        # steps load the scales of channels as two bytes per lane, which costs 2-bit keys more than
-        # the spills (docs/kernels.md).
-        return 128 if self.axis == "tokens" and self.layout.bits == 2 else 64
-
-    @property
     def _groups(self) -> int:
         return self.layout.channels // self.group
 

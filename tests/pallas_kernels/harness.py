@@ -16,9 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.decode_attention import matvec
 from pallas_kernels.decode_attention.kernel import decode_attention
-from pallas_kernels.decode_attention.tuning import TUNING, Tuning
+from pallas_kernels.decode_attention.tuning import Tuning
 from pallas_kernels.launch import Launch
 from pallas_kernels.readers.base import Reader
 from tests.exhaustive import some
@@ -91,7 +90,6 @@ class KernelCase:
         tuning: of interpreted kernels. None is the default of the readers.
         tolerance: relative error of an output row.
         margin: the error of a wrong result is more than `margin` times the tolerance.
-        product_tolerance: relative error of the products by themselves.
         garbage: what `spoiled` is called with.
         span: tokens that `spoiled` cannot tell apart.
     """
@@ -106,7 +104,6 @@ class KernelCase:
     tuning: Tuning | None = dataclasses.field(default_factory=lambda: tuned(2))
     tolerance: float = 1e-2
     margin: float = 3
-    product_tolerance: float = 3e-3
     garbage: tuple[Any, ...] = FLOATS
     span: int = 1
 
@@ -238,71 +235,6 @@ def check_unused_capacity(
         other = outputs(case, dirty, longer, tuning, launch)[shown]
         differ = (other != expected_further).any(axis=(1, 2, 3))
         assert differ.all(), "the tokens at the limit are not spoiled: nothing was shown"
-
-
-@functools.partial(jax.jit, static_argnames=("reader", "capacity", "tuning", "launch"))
-def scores(
-    reader: Reader,
-    q: jax.Array,
-    stored: Sequence[Any],
-    capacity: int,
-    tuning: Tuning | None,
-    launch: Launch,
-) -> jax.Array:
-    return matvec.scores(q, reader, stored, capacity=capacity, tuning=tuning, launch=launch)
-
-
-@functools.partial(jax.jit, static_argnames=("reader", "tuning", "launch"))
-def weighted_values(
-    reader: Reader, p: jax.Array, stored: Sequence[Any], tuning: Tuning | None, launch: Launch
-) -> jax.Array:
-    return matvec.weighted_values(p, reader, stored, tuning=tuning or TUNING, launch=launch)
-
-
-def check_scores(
-    case: KernelCase,
-    capacity: int = 256,
-    tuning: Tuning | None = None,
-    launch: Launch = INTERPRETED,
-) -> None:
-    """Check q K^T by itself against the product with the rows that the keys stand for."""
-    (keys, values), q = case.sides(Lengths(capacity, (capacity,))), case.queries(1)
-    actual = scores(keys.reader, q, keys.arrays, capacity, tuning, launch)
-    assert actual.shape == (1, HEADS, case.group, capacity)
-
-    def error(rows: np.ndarray) -> float:
-        return row_errors(actual, np.asarray(q, np.float64) @ np.swapaxes(rows, 2, 3)).max()
-
-    assert error(keys.rows) < case.product_tolerance
-    assert np.abs(actual).max() > 1, "zeros would pass"
-    assert error(values.rows) > 0.1, "values in the place of keys would pass"
-    assert error(np.roll(keys.rows, 1, axis=2)) > 0.1, "the scores of the tokens before would pass"
-    for name, rows in keys.misread().items():
-        assert error(rows) > 10 * case.product_tolerance, f"keys {name} would pass: {error(rows)}"
-
-
-def check_values(
-    case: KernelCase,
-    capacity: int = 256,
-    tuning: Tuning | None = None,
-    launch: Launch = INTERPRETED,
-) -> None:
-    """Check p V by itself against the product with the rows that the values stand for."""
-    keys, values = case.sides(Lengths(capacity, (capacity,)))
-    shape = 1, HEADS, case.group, capacity
-    p = jnp.asarray(np.random.default_rng(5).random(shape), jnp.float32)
-    actual = weighted_values(values.reader, p, values.arrays, tuning, launch)
-    assert actual.shape == (1, HEADS, case.group, case.head_dim)
-
-    def error(rows: np.ndarray) -> float:
-        return row_errors(actual, np.asarray(p, np.float64) @ rows).max()
-
-    assert error(values.rows) < case.product_tolerance
-    assert np.abs(actual).max() > 1, "zeros would pass"
-    assert error(keys.rows) > 0.1, "keys in the place of values would pass"
-    assert error(np.roll(values.rows, 1, axis=2)) > 0.02, "weights of other tokens would pass"
-    for name, rows in values.misread().items():
-        assert error(rows) > 10 * case.product_tolerance, f"values {name} would pass: {error(rows)}"
 
 
 def lowered_attention(case: KernelCase, launch: Launch) -> str:

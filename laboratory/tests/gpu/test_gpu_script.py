@@ -153,7 +153,6 @@ def test_the_second_run_adds_to_the_first_ones_rows_and_runs_the_tests(tmp_path:
     for name in (
         "decode_attention/test_decode",
         "quantize/test_append",
-        "decode_attention/test_matvec",
         "readers/test_polar",
     ):
         assert f"tests/pallas_kernels/{name}.py" in tests

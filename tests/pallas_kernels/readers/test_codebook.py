@@ -20,9 +20,10 @@ from tests.pallas_kernels.harness import (
     INTERPRETED,
     Lengths,
     attend,
+    output,
     outputs,
+    reference,
     row_errors,
-    scores,
     tuned,
 )
 from tests.pallas_kernels.kernel_cases import CODEBOOK, codebook
@@ -66,13 +67,21 @@ def test_keys_of_a_shard_are_rotated_to_the_positions_of_its_blocks(block, tile)
     reader = dataclasses.replace(keys.reader, block=block, shards=shards)
     q = jnp.asarray(np.random.default_rng(9).standard_normal((1, HEADS, 4, 64)), jnp.float32)
     arrays = [*keys.arrays, np.int32(shard)]
-    actual = scores(reader, q, arrays, capacity, tuned(2, tile, 1), INTERPRETED)
+    values, limits = (
+        codebook_arrays(CodebookSideFormat(2, "token"), keys.dense.shape, 1),
+        [capacity],
+    )
+    tuning, readers = tuned(2, tile, 1), (reader, values.reader)
+    part = attend(
+        readers, q, arrays, values.arrays, jnp.asarray(limits), capacity, tuning, INTERPRETED
+    )
+    actual = output(part)
     stored = np.arange(capacity)
     tokens = (stored // block * shards + shard) * block + stored % block
 
     def error(tokens: np.ndarray) -> float:
         rows = keys.rotated(keys.dense + keys.outliers, tokens=tokens)
-        return row_errors(actual, np.asarray(q, np.float64) @ np.swapaxes(rows, 2, 3)).max()
+        return row_errors(actual, reference(q, rows, values.dense, limits)).max()
 
     assert error(tokens) < TOLERANCE
     assert error(tokens + block) > 5 * TOLERANCE, "the blocks of another shard would pass"

@@ -4,14 +4,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.decode_attention import matvec
-from pallas_kernels.decode_attention.tuning import Tuning
 from pallas_kernels.launch import Launch
 from pallas_kernels.readers.polar import polynomial_cos_sin
 from tests.pallas_kernels.harness import (
-    HEADS,
     INTERPRETED,
     Lengths,
+    attend,
     check_attention,
     on_a_gpu,
     tuned,
@@ -36,26 +34,14 @@ def test_a_tile_may_be_a_whole_group_on_a_gpu(arithmetic):
 
 
 def test_values_in_polar_form_and_other_numbers_of_arrays_are_refused():
-    k, _ = CASE.sides(CASE.short)
+    k, v = CASE.sides(CASE.short)
     capacity, batch = CASE.short.capacity, CASE.short.batch
-    tuning = Tuning(tile=32, cores=1)
+    q, limits = CASE.queries(batch), jnp.asarray(CASE.short.limits)
+    args = limits, capacity, tuned(1, 32, batch), INTERPRETED
     with pytest.raises(NotImplementedError, match="polar codes hold keys"):
-        matvec.weighted_values(
-            jnp.ones((batch, HEADS, 1, capacity)),
-            k.reader,
-            k.arrays,
-            tuning=tuning,
-            launch=INTERPRETED,
-        )
+        attend((k.reader, k.reader), q, k.arrays, k.arrays, *args)
     with pytest.raises(ValueError, match=r"are 5 arrays"):
-        matvec.scores(
-            CASE.queries(batch),
-            k.reader,
-            k.arrays[:3],
-            capacity=capacity,
-            tuning=tuning,
-            launch=INTERPRETED,
-        )
+        attend((k.reader, v.reader), q, k.arrays[:3], v.arrays, *args)
 
 
 @pytest.mark.parametrize("bias", [0, 1024])
