@@ -37,7 +37,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, memref, vector
+from jaxlib.mlir.dialects import arith, memref, vector
 
 from pallas_kernels.mosaic.registers import (
     LANES,
@@ -45,6 +45,7 @@ from pallas_kernels.mosaic.registers import (
     ROWS,
     SIDE,
     WARPS,
+    asm,
     cast,
     code_registers,
     element,
@@ -285,11 +286,8 @@ class Matrices:
         @_inline((LANES,), shape, x.dtype)
         def transposed(ctx: Any, x: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
             i32 = ir.IntegerType.get_signless(32)
-            asm = "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;"
-            moved = [
-                llvm.inline_asm(i32, [utils.bitcast(register, i32)], asm, "=r,r")
-                for register in grid(x).flatten()
-            ]
+            form = "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;"
+            moved = [asm(form, utils.bitcast(register, i32)) for register in grid(x).flatten()]
             registers = cast(moved, x.mlir_dtype).reshape(grid(x).shape)
             return fragment(registers.T, shape, x.mlir_dtype)
 

@@ -47,6 +47,7 @@ from pallas_kernels.mosaic.registers import (
     ROWS,
     SIDE,
     WARPS,
+    asm,
     cast,
     fragment,
     grid,
@@ -176,11 +177,11 @@ class Number:
             bits = words[run.set][row, run.tile * width // SIDE + column]
             if run.shift:
                 move = "shr" if run.shift > 0 else "shl"
-                [bits] = _asm(f"{move}.b32 $0, $1, {abs(run.shift)};", [bits], 1)
+                bits = asm(f"{move}.b32 $0, $1, {abs(run.shift)};", bits)
             # The mask removes bits that cross from one half of the register into the other.
             rest = "$2" if number else f"{(self._exponent << 10) * PAIR:#x}"
             form = f"lop3.b32 $0, $1, {run.mask * PAIR:#x}, {rest}, 0xea;"
-            number = _asm(form, [bits, *number], 1)
+            number = [asm(form, bits, *number)]
         return number[0]
 
 
@@ -273,7 +274,8 @@ class Polar:
 
     def of_lane(self, step: Any, minimum: Any) -> list[Any]:
         """Return cos(m) and sin(m) of two pairs in registers of two fp16 numbers."""
-        return _asm(_MIDDLES.replace("START", _halves(self._start)), [step, minimum], 2)
+        form = _MIDDLES.replace("START", _halves(self._start))
+        return asm(form, step, minimum, results=2)
 
     def registers(
         self,
@@ -284,13 +286,13 @@ class Polar:
         """Return the result of `keys` in 32-bit registers [SPAN / SIDE, width / SIDE]."""
         columns, form = [], _OF_SCALES.replace("START", _halves(self._start))
         for step, minimum, turn in zip(*(scale[0] for scale in scales), strict=True):
-            columns.append([step, turn, *_asm(form, [step, minimum, turn], 2)])
+            columns.append([step, turn, *asm(form, step, minimum, turn, results=2)])
         rows, width = len(words[0]), SIDE * len(columns)
         sides = [np.empty((len(fields) * rows, len(columns)), dtype=object) for _ in range(2)]
         for slot, row, column in np.ndindex(len(fields), rows, len(columns)):
             codes = [number.register(words, row, column, width) for number in fields[slot]]
             form = _KEYS.replace("BIAS", _halves(-fields[slot][1].bias))
-            pair = _asm(form, [*codes, *columns[column]], 2)
+            pair = asm(form, *codes, *columns[column], results=2)
             for side, register in zip(sides, pair, strict=True):
                 side[slot * rows + row, column] = register
         return sides
@@ -369,15 +371,6 @@ _MIDDLES = (
 )
 
 
-def _asm(form: str, operands: Sequence[Any], results: int) -> list[Any]:
-    """Run assembly on registers, which writes no result before it has read all operands."""
-    i32 = ir.IntegerType.get_signless(32)
-    kind = i32 if results == 1 else llvm.StructType.get_literal([i32] * results)
-    constraints = ",".join(["=r"] * results + ["r"] * len(operands))
-    value = llvm.inline_asm(kind, list(operands), form, constraints)
-    return [value] if results == 1 else [llvm.extractvalue(i32, value, [i]) for i in range(results)]
-
-
 def _two_of_lane(ref: ir.Value, first: int) -> ir.Value:
     """Load two of OF_WARP neighbouring numbers of the warp's entry for each lane, or, if there are
     fewer, the same for several lanes."""
@@ -395,4 +388,4 @@ def _from_row(value: ir.Value, row: int) -> ir.Value:
     """Return the register of the lane that holds this lane's columns in a row of a matrix."""
     i32 = ir.IntegerType.get_signless(32)
     source = arith.addi(arith.remui(lane(), utils.c(4, i32)), utils.c(4 * row, i32))
-    return _asm("shfl.sync.idx.b32 $0, $1, $2, 31, -1;", [value, source], 1)[0]
+    return asm("shfl.sync.idx.b32 $0, $1, $2, 31, -1;", value, source)

@@ -58,15 +58,14 @@ def code_registers(grids: Sequence[np.ndarray], field: Field, width: int, axis: 
 
     def masked(words: Any, mask: int, rest: str, *more: ir.Value) -> ir.Value:
         # The mask removes bits that cross from one half of the register into the other.
-        asm = f"lop3.b32 $0, $1, {mask * PAIR:#x}, {rest}, 0xea;"
-        return llvm.inline_asm(i32, [words, *more], asm, ",".join(["=r", "r", *["r"] * len(more)]))
+        return asm(f"lop3.b32 $0, $1, {mask * PAIR:#x}, {rest}, 0xea;", words, *more)
 
     def number(words: Any) -> ir.Value:
         if field.mask == 0xFF and field.shift in (0, 8) and field.position == 0:
             byte = field.shift // 8  # of each word, below the byte of the exponent
             selector = 0x4 << 12 | (2 + byte) << 8 | 0x4 << 4 | byte
-            asm = f"prmt.b32 $0, $1, {field.exponent >> 8:#x}, {selector:#x};"
-            return llvm.inline_asm(i32, [utils.bitcast(words, i32)], asm, "=r,r")
+            form = f"prmt.b32 $0, $1, {field.exponent >> 8:#x}, {selector:#x};"
+            return asm(form, utils.bitcast(words, i32))
         return masked(moved(words, field.shift), field.mask, f"{field.exponent * PAIR:#x}")
 
     low = tile(0, field.tile)
@@ -98,8 +97,18 @@ def turned_pair(
         sign = "neg.f16x2 t, t;" if minus else ""
         product = f"mul.rn.f16x2 t, ${other}, $4; {sign}"
         form = f"{{ .reg .b32 t; {product} fma.rn.f16x2 $0, ${one}, $3, t; }}"
-        turned.append(llvm.inline_asm(i32, operands, form, "=r,r,r,r,r"))
+        turned.append(asm(form, *operands))
     return cast(turned, ir.F16Type.get())
+
+
+def asm(form: str, *operands: Any, results: int = 1) -> Any:
+    """Run assembly on registers of 32 bits, and return one result, or a list of several. It must
+    write none before it has read all operands."""
+    i32 = ir.IntegerType.get_signless(32)
+    kind = i32 if results == 1 else llvm.StructType.get_literal([i32] * results)
+    constraints = ",".join(["=r"] * results + ["r"] * len(operands))
+    value = llvm.inline_asm(kind, list(operands), form, constraints)
+    return value if results == 1 else [llvm.extractvalue(i32, value, [i]) for i in range(results)]
 
 
 def ref_dtype(ref: ir.Value) -> ir.Type:

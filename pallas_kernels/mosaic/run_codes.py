@@ -23,8 +23,18 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
-from pallas_kernels.mosaic.registers import LANES, PAIR, ROWS, SIDE, WARPS, fragment, grid, warp
-from pallas_kernels.mosaic.run_words import SLOTS, PlaneSet, inline_asm
+from pallas_kernels.mosaic.registers import (
+    LANES,
+    PAIR,
+    ROWS,
+    SIDE,
+    WARPS,
+    asm,
+    fragment,
+    grid,
+    warp,
+)
+from pallas_kernels.mosaic.run_words import SLOTS, PlaneSet
 from pallas_kernels.tiles.layout import PlaneLayout
 
 LOWEST = 1  # the bit of the first slot's codes: their bias is 512, so fp16 holds halves beside it
@@ -59,10 +69,10 @@ class _Registers:
 
     def rotated(self, word: Any, plane: PlaneSet | None, right: int) -> Any:
         if plane is not None and plane.shift(WARPS - 1, lambda a, b: a // b):
-            return inline_asm("shf.r.wrap.b32 $0, $1, $1, $2;", word, self._amount(plane, right))
+            return asm("shf.r.wrap.b32 $0, $1, $1, $2;", word, self._amount(plane, right))
         if right == 0:
             return word
-        return inline_asm(f"{'shr' if right > 0 else 'shl'}.b32 $0, $1, {abs(right)};", word)
+        return asm(f"{'shr' if right > 0 else 'shl'}.b32 $0, $1, {abs(right)};", word)
 
     def _amount(self, plane: PlaneSet, right: int) -> ir.Value:
         key = plane.bits, plane.rows, right
@@ -79,12 +89,12 @@ class _Registers:
 
     def chosen(self, mask: int, first: Any, second: Any) -> Any:
         form = f"lop3.b32 $0, {mask * PAIR:#x}, $1, $2, 0xca;"
-        return inline_asm(form, first, second)
+        return asm(form, first, second)
 
     def masked(self, word: Any, mask: int, rest: Any) -> Any:
         if isinstance(rest, int):
-            return inline_asm(f"lop3.b32 $0, $1, {mask * PAIR:#x}, {rest * PAIR:#x}, 0xea;", word)
-        return inline_asm(f"lop3.b32 $0, $1, {mask * PAIR:#x}, $2, 0xea;", word, rest)
+            return asm(f"lop3.b32 $0, $1, {mask * PAIR:#x}, {rest * PAIR:#x}, 0xea;", word)
+        return asm(f"lop3.b32 $0, $1, {mask * PAIR:#x}, $2, 0xea;", word, rest)
 
 
 def position(bits: int, slot: int) -> int:

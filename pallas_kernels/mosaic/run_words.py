@@ -37,6 +37,7 @@ from pallas_kernels.mosaic.registers import (
     ROWS,
     SIDE,
     WARPS,
+    asm,
     fragment,
     grid,
     lane,
@@ -136,12 +137,6 @@ def load_words(ref: Any, plane: PlaneSet, transposed: bool, interpret: bool) -> 
     return words(ref)
 
 
-def inline_asm(assembly: str, *operands: Any) -> Any:
-    """Return the 32 bits that an instruction makes of others."""
-    constraints = ",".join(["=r", *["r"] * len(operands)])
-    return llvm.inline_asm(ir.IntegerType.get_signless(32), list(operands), assembly, constraints)
-
-
 def beside(parts: Sequence[jax.Array], axis: int, interpret: bool) -> jax.Array:
     """Return arrays of whole matrices side by side."""
     if len(parts) == 1:
@@ -199,7 +194,7 @@ def swapped(x: jax.Array, interpret: bool) -> jax.Array:
         i32 = ir.IntegerType.get_signless(32)
         registers = np.empty(x.registers.shape, dtype=object)
         for place, register in np.ndenumerate(x.registers):
-            both = inline_asm("prmt.b32 $0, $1, 0, 0x1032;", utils.bitcast(register, i32))
+            both = asm("prmt.b32 $0, $1, 0, 0x1032;", utils.bitcast(register, i32))
             registers[place] = utils.bitcast(both, register.type)
         return fragment(registers, x.shape, x.mlir_dtype)
 
@@ -222,7 +217,7 @@ def turned(q: jax.Array, partner: jax.Array, cos: Any, sin: Any, interpret: bool
         for place, register in np.ndenumerate(q.registers):
             operands = [utils.bitcast(array.registers[place], i32) for array in arrays]
             form = "{ .reg .b32 t; mul.rn.f16x2 t, $2, $4; fma.rn.f16x2 $0, $1, $3, t; }"
-            registers[place] = utils.bitcast(inline_asm(form, *operands), register.type)
+            registers[place] = utils.bitcast(asm(form, *operands), register.type)
         return fragment(registers, q.shape, q.mlir_dtype)
 
     return sums(q, partner, cos, sin)

@@ -22,10 +22,10 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, vector
 
 from pallas_kernels.mosaic.matrices import code_numbers
-from pallas_kernels.mosaic.registers import LANES, SIDE, WARPS, element, fragment, grid
+from pallas_kernels.mosaic.registers import LANES, SIDE, WARPS, asm, element, fragment, grid
 from pallas_kernels.tiles.layout import PlaneLayout
 from pallas_kernels.tiles.table_lookup import byte_planes
 
@@ -54,7 +54,7 @@ def in_registers(numbers: Sequence[jax.Array], interpret: bool) -> list[jax.Arra
 
     @inline
     def hidden(ctx: Any, *numbers: mgpu.FragmentedArray) -> list[mgpu.FragmentedArray]:
-        asm = "{ .reg .b32 t; mov.u32 t, %laneid; shr.u32 t, t, 5; add.u32 $0, $1, t; }"
+        form = "{ .reg .b32 t; mov.u32 t, %laneid; shr.u32 t, t, 5; add.u32 $0, $1, t; }"
         i32 = ir.IntegerType.get_signless(32)
         pair = ir.VectorType.get((2,), i32)
         arrays = []
@@ -62,7 +62,7 @@ def in_registers(numbers: Sequence[jax.Array], interpret: bool) -> list[jax.Arra
         two = ir.VectorType.get((2,), ir.F16Type.get())
         pairs = zip(*[iter(halves)] * 2, strict=True)
         for word in words_of([utils.bitcast(vector.from_elements(two, p), i32) for p in pairs]):
-            register = llvm.inline_asm(i32, [word], asm, "=r,r")
+            register = asm(form, word)
             registers = np.full((1, 1), vector.broadcast(pair, register), dtype=object)
             arrays.append(fragment(registers, shape, i32))
         return arrays
@@ -191,7 +191,7 @@ class Fields:
         # bit of nibble k: number 4 k + 2 odd + (low tile beyond the thin set's)
         moved = _each(self._tile(1, thin_tile), lambda word: _shifted(word, 2 * odd + number - 2))
         for place, bits in np.ndenumerate(moved):
-            words[place] = _asm("lop3.b32 $0, $1, 0x44444444, $2, 0xea;", bits, words[place])
+            words[place] = asm("lop3.b32 $0, $1, 0x44444444, $2, 0xea;", bits, words[place])
         return words
 
     def _four(self, nibbles: Any) -> list[Any]:
@@ -206,7 +206,7 @@ class Fields:
         for order, signs in ((0x20, 0xEAC8), (0x31, 0xFBD9)):
             # Of each of the two words, take the byte that holds these two nibbles: (word 0, word 1)
             # is a selector of four.
-            selector = _asm(f"prmt.b32 $0, $1, 0, {order:#x};", plain)
+            selector = asm(f"prmt.b32 $0, $1, 0, {order:#x};", plain)
             if not wide:
                 # 2 bits: low and high bytes are in one pair of registers, in either order.
                 of_low, of_high = ((*low, *high), (*high, *low)) if half == 1 else (low, high)
@@ -216,7 +216,7 @@ class Fields:
                 # nibbles, half of them after a shift, as four bytes of ones or zeros.
                 mask = _prmt(moved, nibbles, signs)
                 low_bytes, high_bytes = (
-                    _asm(
+                    asm(
                         "lop3.b32 $0, $1, $2, $3, 0xca;",
                         mask,
                         _bytes(plane[2:], selector),
@@ -228,25 +228,20 @@ class Fields:
         return planes
 
 
-def _asm(assembly: str, *operands: Any) -> Any:
-    constraints = ",".join(["=r", *["r"] * len(operands)])
-    return llvm.inline_asm(ir.IntegerType.get_signless(32), list(operands), assembly, constraints)
-
-
 def _prmt(a: Any, b: Any, selector: int) -> Any:
-    return _asm(f"prmt.b32 $0, $1, $2, {selector:#x};", a, b)
+    return asm(f"prmt.b32 $0, $1, $2, {selector:#x};", a, b)
 
 
 def _bytes(table: Sequence[Any], selector: Any) -> Any:
     """Return four bytes of two words of a table."""
-    return _asm("prmt.b32 $0, $1, $2, $3;", *table, selector)
+    return asm("prmt.b32 $0, $1, $2, $3;", *table, selector)
 
 
 def _masked(word: Any, mask: int) -> Any:
-    return _asm(f"and.b32 $0, $1, {mask:#x};", word)
+    return asm(f"and.b32 $0, $1, {mask:#x};", word)
 
 
 def _shifted(word: Any, right: int) -> Any:
     if not right:
         return word
-    return _asm(f"{'shr' if right > 0 else 'shl'}.b32 $0, $1, {abs(right)};", word)
+    return asm(f"{'shr' if right > 0 else 'shl'}.b32 $0, $1, {abs(right)};", word)
