@@ -11,6 +11,8 @@ import hashlib
 import os
 import pathlib
 import platform
+import runpy
+import shlex
 import shutil
 import subprocess
 import sys
@@ -21,6 +23,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 SOURCES = pathlib.Path("cpu_kernels/csrc")
+FILES = runpy.run_path("cpu_kernels/sources.py")
 OBJECTS = pathlib.Path("build/objects")  # shared by the environments that a checkout has
 COMMON = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-pthread")
 CALLS = (
@@ -38,14 +41,23 @@ PROCESSORS = {
 }
 
 
-def compiler() -> str:
-    """Return the C++ compiler: $CXX, or the first on the PATH. Raises FileNotFoundError if there is
-    none.
+def compiler() -> list[str]:
+    """Return the command of the C++ compiler: $CXX, or the first on the PATH. Raises
+    FileNotFoundError if there is none.
     """
-    for name in (os.environ.get("CXX", ""), "c++", "g++", "clang++"):
+    if chosen := flags_of("CXX"):
+        if not (path := shutil.which(chosen[0])):
+            raise FileNotFoundError(f"{chosen[0]}, which $CXX names, is not on the PATH")
+        return [path, *chosen[1:]]
+    for name in ("c++", "g++", "clang++"):
         if path := shutil.which(name):
-            return path
+            return [path]
     raise FileNotFoundError("no C++ compiler (c++, g++ or clang++) is on the PATH")
+
+
+def flags_of(*names: str) -> list[str]:
+    """Return the words of environment variables."""
+    return [flag for name in names for flag in shlex.split(os.environ.get(name, ""))]
 
 
 def headers() -> pathlib.Path:
@@ -63,16 +75,9 @@ def headers() -> pathlib.Path:
     raise FileNotFoundError("no jaxlib with XLA's headers is installed")
 
 
-def digest() -> str:
-    """Return a hash of the sources, as cpu_kernels/library.py does, which refuses a library that
-    was compiled from other sources.
-    """
-    return hashlib.sha256(
-        b"".join(file.read_bytes() for file in sorted(SOURCES.iterdir()))
-    ).hexdigest()[:16]
-
-
-def object_file(command: list[str], includes: pathlib.Path, source: pathlib.Path) -> pathlib.Path:
+def object_file(
+    program: list[str], flags: list[str], includes: pathlib.Path, source: pathlib.Path
+) -> pathlib.Path:
     """Return the object file of `source`, compiled if no earlier installation left it.
 
     Its name has a hash of the command, the compiler's version and the preprocessed source: most
@@ -82,8 +87,8 @@ def object_file(command: list[str], includes: pathlib.Path, source: pathlib.Path
     def output(*arguments: str) -> str:
         return subprocess.run(arguments, check=True, capture_output=True, text=True).stdout
 
-    version, call = output(command[0], "--version"), [*command, "-isystem", str(includes)]
-    parts = [*command, version, output(*call, "-E", "-P", str(source))]
+    version, call = output(*program, "--version"), [*program, *flags, "-isystem", str(includes)]
+    parts = [*program, *flags, version, output(*call, "-E", "-P", str(source))]
     name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     target = OBJECTS / f"{source.stem}-{name}.o"
     if not target.exists():
@@ -115,6 +120,7 @@ class BuildKernels(build_ext):
 
     def _compile(self, target: pathlib.Path) -> None:
         program, folder = compiler(), headers()
+        common = [*COMMON, *flags_of("CPPFLAGS", "CXXFLAGS", "ARCHFLAGS")]
         with (
             tempfile.TemporaryDirectory() as temporary,
             concurrent.futures.ThreadPoolExecutor() as threads,
@@ -122,7 +128,7 @@ class BuildKernels(build_ext):
 
             def compiled(name: str, *flags: str) -> str:
                 source = SOURCES / f"{name}.cc"
-                return str(object_file([program, *COMMON, *flags], folder, source))
+                return str(object_file(program, [*common, *flags], folder, source))
 
             processors = PROCESSORS if platform.machine().lower() in ("x86_64", "amd64") else {}
             kernels = {
@@ -144,12 +150,12 @@ class BuildKernels(build_ext):
             objects += [
                 compiled("processors", *defined),
                 *map(compiled, CALLS),
-                compiled("ffi", f'-DKVQ_SOURCES="{digest()}"'),
+                compiled("ffi", f'-DKVQ_SOURCES="{FILES["digest"]()}"'),
             ]
             target.parent.mkdir(parents=True, exist_ok=True)
             linked = f"{temporary}/linked"
             subprocess.run(
-                [program, "-shared", "-pthread", *objects, "-o", linked],
+                [*program, "-shared", *common, *objects, *flags_of("LDFLAGS"), "-o", linked],
                 check=True,
                 capture_output=True,
                 text=True,
@@ -158,7 +164,7 @@ class BuildKernels(build_ext):
             os.replace(temporary_beside, target)  # a process that has loaded the old one keeps it
 
 
-files = [str(file) for file in sorted(SOURCES.iterdir())]
+files = [str(file) for file in FILES["sources"](SOURCES)]
 setup(
     ext_modules=[
         Extension(

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import importlib.machinery
 import pathlib
 
 import jax
+
+from cpu_kernels import sources
 
 DECODE_ATTENTION = "kvq_decode_attention"
 EXACT_ATTENTION = "kvq_exact_attention"
@@ -21,9 +22,7 @@ STORE_BLOCKS = "kvq_store_blocks"
 TABLED_PRODUCT = "kvq_tabled_product"
 TARGETS = DECODE_ATTENTION, EXACT_ATTENTION, PACKED_PRODUCT, STORE_BLOCKS, TABLED_PRODUCT
 _FOLDER = pathlib.Path(__file__).parent
-_REMEDY = (
-    "install a C++ compiler, then kvq again (in a checkout: python setup.py build_ext --inplace)"
-)
+_REMEDY = "install kvq again (in a checkout: python setup.py build_ext --inplace)"
 
 
 @functools.cache
@@ -50,15 +49,16 @@ def unavailable() -> str | None:
 
 def instruction_set() -> str | None:
     """Return the instructions that the kernels use on this processor ("avx512", "avx2", "neon" or
-    "baseline"), or None without kernels.
+    "baseline"), or None without kernels. "avx512" is with and without VNNI, which products with
+    packed weights use where a processor has it.
     """
     library = _load()
     return None if isinstance(library, str) else library.kvq_kernel_name().decode()
 
 
 def prompts_attended() -> int:
-    """Return to how many layers of prompts the kernels of this process have attended, 0 without
-    kernels. A program that reads a prompt is one call, and this tells how far it is.
+    """Return how many layers of prompts the kernels of this process have attended to, 0 without
+    kernels. A prompt is read in one call, and this number shows its progress.
     """
     library = _load()
     return 0 if isinstance(library, str) else library.kvq_prompts_attended()
@@ -70,27 +70,18 @@ def _load() -> ctypes.CDLL | str:
     files = [_FOLDER / f"native{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES]
     file = next((file for file in files if file.is_file()), None)
     if file is None:
-        return f"the CPU kernels were not compiled when kvq was installed; {_REMEDY}"
+        return (
+            "the CPU kernels were not compiled when kvq was installed; make sure that there is a"
+            f" C++ compiler, then {_REMEDY}"
+        )
     try:
         library = ctypes.CDLL(str(file))
         for name in ("kvq_kernel_name", "kvq_sources"):
             getattr(library, name).restype = ctypes.c_char_p
         library.kvq_prompts_attended.restype = ctypes.c_uint64
-        sources = library.kvq_sources().decode()
+        compiled = library.kvq_sources().decode()
     except (OSError, AttributeError) as error:
         return f"{file.name} cannot be loaded: {error}; {_REMEDY}"
-    if _digest() not in (None, sources):
+    if sources.sources() and sources.digest() != compiled:  # an installation has no sources
         return f"{file.name} was compiled from other sources; {_REMEDY}"
     return library
-
-
-def _digest() -> str | None:
-    """Return the hash of the sources, computed as in setup.py, or None if they are not here, as in
-    an installation.
-    """
-    folder = _FOLDER / "csrc"
-    if not folder.is_dir():
-        return None
-    return hashlib.sha256(
-        b"".join(file.read_bytes() for file in sorted(folder.iterdir()))
-    ).hexdigest()[:16]
