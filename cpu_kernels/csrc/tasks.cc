@@ -81,13 +81,15 @@ class Board {
   // Show tasks to helpers, and ask for as many more threads as the call may use and nobody has
   // asked for yet.
   void offer(const std::shared_ptr<Tasks>& tasks, int64_t helpers, const Schedule& schedule) {
+    std::vector<std::shared_ptr<Thread>> missing;
     {
       std::lock_guard<std::mutex> lock(mutex_);
       calls_.push_back(tasks);
       offers_++;
+      // They count before the next caller looks.
+      while (threads_ < helpers) missing.push_back(std::make_shared<Thread>(threads_));
     }
-    for (int64_t missing = helpers - threads_; missing > 0; missing--)
-      schedule([this, thread = std::make_shared<Thread>(threads_)] { help(); });
+    for (auto& thread : missing) schedule([this, thread = std::move(thread)] { help(); });
   }
 
   void withdraw(const std::shared_ptr<Tasks>& tasks) {

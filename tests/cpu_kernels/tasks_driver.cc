@@ -1,6 +1,7 @@
 // Many small calls of run_tasks from several threads at once, under ThreadSanitizer. Every task must
-// run once, no two at a time in one place of scratch memory, and a pool that runs nothing must not
-// stop a call. With an argument the tasks of a call share a number, which the sanitizer must find.
+// run once, no two at a time in one place of scratch memory, a pool that runs nothing must not stop
+// a call, and calls at once must not ask for more helpers than one may use. With an argument the
+// tasks of a call share a number, which the sanitizer must find.
 #include <atomic>
 #include <chrono>
 #include <cstdio>
@@ -66,6 +67,22 @@ int64_t call(int caller, int round, const Schedule& schedule, bool race) {
   return wrong;
 }
 
+// How many helpers calls at once ask a slow pool for that runs nothing.
+int helpers_of_callers() {
+  std::mutex mutex;
+  std::vector<std::function<void()>> asked;
+  const Schedule schedule = [&](std::function<void()> work) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    std::lock_guard<std::mutex> lock(mutex);
+    asked.push_back(std::move(work));
+  };
+  std::vector<std::thread> callers;
+  for (int i = 0; i < kCallers; i++)
+    callers.emplace_back([&] { run_tasks(9, kThreads, schedule, [](int64_t, int64_t) {}); });
+  for (auto& caller : callers) caller.join();
+  return int(asked.size());
+}
+
 }  // namespace
 
 int main(int count, char**) {
@@ -85,6 +102,8 @@ int main(int count, char**) {
   }
   for (int round = 0; round < 100; round++)
     wrong += call(0, round, [](std::function<void()>) {}, false);
-  std::printf("%d calls, %d tasks that did not run once\n", kCallers * kCalls, int(wrong.load()));
-  return wrong != 0;
+  const int helpers = helpers_of_callers();
+  std::printf("%d calls, %d tasks that did not run once, %d of %d helpers\n", kCallers * kCalls,
+              int(wrong.load()), helpers, kThreads);
+  return wrong != 0 || helpers != kThreads;
 }
