@@ -31,7 +31,7 @@ struct Attention : AttentionState {
     if (Transposed::served(k)) return score_transposed(across, first, from, live);
     if (k.affine == kvq::kChannelGroups) {
       load_token_scales(k, work.keys, work.capacity, first, live, token_scale, token_zero);
-      if (k.group % kLanes == 0) {
+      if (k.whole_groups(kLanes)) {
         for (int64_t b = 0; b < blocks; b++)
           score<Scaling::kTokens>(keys, rows_of(b), q_of(b), first, from, live,
                                   {token_scale, token_zero}, scores_of(b));
@@ -213,7 +213,7 @@ struct Attention : AttentionState {
     if (RunsAcross::served(v)) return weigh_runs(runs, first, live);
     if (v_decoded) return weigh_decoded(first, from, live);
     if (v.affine == kvq::kChannelGroups) {
-      const bool whole = v.group % kLanes == 0;
+      const bool whole = v.whole_groups(kLanes);
       load_token_scales(v, work.values, work.capacity, first, live, token_scale, token_zero);
       for (int64_t g = 0; g < v_groups; g++)
         for (int64_t t = 0; t < from; t++)

@@ -113,9 +113,7 @@ struct AttentionState {
   // Spread the scales of groups of channels over the elements of a tile.
   void spread_scales(const Body& body, int64_t live) {
     for (int64_t t = 0; t < live; t++)
-      for (int64_t c = 0; c < body.padded(); c++)
-        elements[t * body.padded() + c] =
-            c < body.channels ? token_scale[c / body.group * kTile + t] : 0.0f;
+      spread_groups(body, token_scale + t, elements + t * body.padded());
   }
 };
 

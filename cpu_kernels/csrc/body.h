@@ -36,6 +36,8 @@ enum Form : int64_t {
   kFloats = 4,  // E4M3 numbers of 8 bits, without scales
 };
 
+constexpr int64_t kMaxChannels = 1024;
+constexpr int64_t kMaxPadded = kMaxChannels + 512;
 constexpr int64_t kRunWidths = 8;  // 1 to 8 bits
 
 // The last two, for scales, are exponents of two with a bias of 127, and floats of 8 bits.
@@ -77,6 +79,11 @@ struct Body {
   }
   KVQ_INLINE int64_t channel_groups() const {
     return affine == kChannelGroups ? channels / group : 0;
+  }
+  // True if each vector of so many channels has one scale. Padding counts to a single group: it
+  // meets zeros of queries, and its sums are not looked at.
+  KVQ_INLINE bool whole_groups(int64_t lanes) const {
+    return group % lanes == 0 || channel_groups() == 1;
   }
   KVQ_INLINE int64_t stored_channels() const {
     int64_t sum = 0;

@@ -178,6 +178,18 @@ void load_token_scales(const Body& body, const Arrays& arrays, int64_t capacity,
   }
 }
 
+// Put values[g * kTile] of each group g at the group's channels, and 0 at padding.
+inline void spread_groups(const Body& body, const float* values, float* out) {
+  for (int64_t first = 0; first < body.channels; first += body.group, values += kTile)
+    for (int64_t c = first; c < first + body.group; c += kLanes) {
+      // what is too much is replaced by the next group
+      if (c + kLanes <= body.padded()) store(out + c, splat(*values));
+      else
+        for (int64_t i = c; i < body.padded(); i++) out[i] = *values;
+    }
+  for (int64_t c = body.channels; c < body.padded(); c++) out[c] = 0;
+}
+
 // Read the stored scales and zero points (0 if none is stored) of every channel, for group number
 // `group` of tokens or for all tokens. They are 0 for padding.
 void load_stored_scales(const Body& body, const Arrays& arrays, int64_t group, float* scale,

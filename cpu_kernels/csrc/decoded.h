@@ -144,16 +144,20 @@ struct Decoder {
 
   void decode_token_scales(int64_t first, int64_t count) const {
     const int64_t stride = body.row_floats();
-    const bool whole = body.group % kLanes == 0;
+    const bool whole = body.whole_groups(kLanes);
     load_token_scales(body, arrays, capacity, first, count, token_scale, token_zero);
     for_numbers(first, 0, count, [&](int64_t t, const auto& field, Floats x) {
       float* out = vectors + t * stride + field.vector * kLanes;
-      if (whole) return store(out, x * token_scale[field.group + t] + token_zero[field.group + t]);
-      for (int i = 0; i < kLanes; i++) {
-        const int64_t c = field.vector * kLanes + i, at = c / body.group * kTile + t;
-        out[i] = c < body.channels ? x[i] * token_scale[at] + token_zero[at] : 0.0f;
-      }
+      store(out, whole ? x * token_scale[field.group + t] + token_zero[field.group + t] : x);
     });
+    alignas(64) float scales[kvq::kMaxPadded], zeros[kvq::kMaxPadded];
+    for (int64_t t = 0; t < count && !whole; t++) {
+      float* vector = vectors + t * stride;
+      spread_groups(body, token_scale + t, scales);
+      spread_groups(body, token_zero + t, zeros);
+      for (int64_t c = 0; c < vectors_of(body) * kLanes; c += kLanes)
+        store(vector + c, load(vector + c) * load(scales + c) + load(zeros + c));
+    }
   }
 
   void decode_channel_scales(int64_t first, int64_t count) const {

@@ -85,9 +85,9 @@ class Transposed {
 
   // True if this class reads such bodies.
   static bool served(const Body& body) {
-    const bool groups =
-        body.affine == kvq::kChannels ||
-        body.group % (body.affine == kvq::kTokenGroups ? kAcross * kLanes : kLanes) == 0;
+    const bool groups = body.affine == kvq::kChannels ||
+                        (body.affine == kvq::kTokenGroups ? body.group % (kAcross * kLanes) == 0
+                                                          : body.whole_groups(kLanes));
     return !body.decoded() && groups && body.span % (kAcross * kLanes) == 0 &&
            Packed::alike(body) && body.row_words(0) % kLanes == 0 &&
            body.row_words(1) % kLanes == 0;
@@ -144,8 +144,9 @@ class Transposed {
   KVQ_INLINE void score_vectors(const Numbers& numbers, const float* q, int64_t at,
                                 const float* starts, const float* sums, const ScaleAndZero& affine,
                                 float* scores) const {
-    const int64_t stride = body_.padded(),
-                  group = kGroups ? body_.group / kLanes : vectors_of(body_);
+    const int64_t stride = body_.padded(), group = kGroups && body_.channel_groups() > 1
+                                                       ? body_.group / kLanes
+                                                       : vectors_of(body_);
     Floats totals[R][kAcross] = {}, acc[R][kAcross];
     for (int64_t first = 0, g = 0; first < vectors_of(body_); first += group, g++) {
       for (int r = 0; r < R; r++)
