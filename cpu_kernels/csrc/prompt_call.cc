@@ -77,12 +77,12 @@ void attend_prompt(const PromptCall& call, AttendRows kernel, int64_t helpers,
   const int64_t tokens = tokens_of_task(call, helpers + 1);
   const int64_t blocks = (call.queries + tokens - 1) / tokens, pairs = call.batch * call.heads;
   helpers = std::min(helpers, pairs * blocks - 1);
-  // The caller's thread allocates all memory, because a helper that ran out of it could not report
+  // The caller's thread allocates all memory, because a helper that runs out of it cannot report
   // it.
   const int64_t floats = (prompt_scratch(tokens * call.group, call.channels) + 15) / 16 * 16;
-  std::vector<float> scratch((helpers + 1) * floats + 16);
-  void* start = scratch.data();
-  size_t room = scratch.size() * sizeof(float);
+  size_t room = ((helpers + 1) * floats + 16) * sizeof(float);
+  const std::unique_ptr<float[]> scratch(new float[room / sizeof(float)]);
+  void* start = scratch.get();
   float* const aligned = static_cast<float*>(std::align(64, 64, start, room));
   const int64_t rows = call.old + call.fresh, per_token = call.group * call.queries;
   const int64_t bytes = call.type == kFloat32 ? 4 : 2;

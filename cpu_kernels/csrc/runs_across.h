@@ -63,6 +63,8 @@ class RunsAcross {
   // Put the tables of keys into the order of storage.
   void order_keys(const kvq::Turns& turns) const {
     const int64_t half = body_.channels / 2, stored = body_.stored_channels();
+    // A calibration may give two channels the same place, and none to another.
+    for (int64_t i = 0; i < (3 + kDecoded) * body_.channels; i++) tables_[i] = 0;
     for (int64_t i = 0; i < half; i++) {
       const int64_t pair = runs_.place_of(i) / 2;
       for (int64_t t = 0; t < kDecoded; t++) {

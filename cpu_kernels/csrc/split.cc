@@ -30,8 +30,8 @@ int64_t result_floats(const Call& call) { return call.rows * (2 + call.values.bo
 
 class Job {
  public:
-  // The caller's thread allocates all memory here, because a helper that ran out of memory could
-  // not report it.
+  // The caller's thread allocates all memory here, because a helper that runs out of memory cannot
+  // report it. Results and scratch are left as they are: tasks write before they read.
   Job(const Call& call, AttendTokens kernel, int64_t helpers) : call_(call), kernel_(kernel) {
     for (int64_t b = 0; b < call.batch; b++) {
       const std::vector<Piece> pieces = pieces_of(b);
@@ -42,13 +42,14 @@ class Job {
             tasks_.push_back({b, h, s, piece});
       }
     }
-    // Short tasks come last, so that threads end at about the same time.
+    // Tasks of the windows are short and come last, so that threads end at about the same time.
     for (const bool windows : {false, true})
       for (int64_t i = 0; i < size(); i++)
         if ((tasks_[i].stretch == kOfWindows) == windows) order_.push_back(i);
-    results_.resize(tasks_.size() * result_floats(call));
+    results_.reset(new float[tasks_.size() * result_floats(call)]);
     helpers_ = std::max<int64_t>(0, std::min(helpers, size() - 1));
-    scratch_.resize((helpers_ + 1) * scratch() + 16);
+    room_ = (helpers_ + 1) * scratch() + 16;
+    scratch_.reset(new float[room_]);
     ordered_.resize(helpers_ + 1, kNoHead);
   }
 
@@ -150,9 +151,9 @@ class Job {
   void run_task(int64_t i, int64_t worker) {
     const auto [b, h, s, piece] = tasks_[i];
     const Body &k = call_.keys.body, &v = call_.values.body;
-    void* start = scratch_.data();
-    size_t room = scratch_.size() * sizeof(float);
-    float* result = results_.data() + i * result_floats(call_);
+    void* start = scratch_.get();
+    size_t room = room_ * sizeof(float);
+    float* result = results_.get() + i * result_floats(call_);
     Work work{};
     work.k = &k, work.v = &v;
     work.keys = arrays_of(call_.keys, b, h), work.values = arrays_of(call_.values, b, h);
@@ -187,7 +188,7 @@ class Job {
       for (size_t i = first; i < last; i++)
         largest = std::max(largest, results_[i * result_floats(call_) + r]);
       for (size_t i = first; i < last; i++) {
-        const float* result = results_.data() + i * result_floats(call_);
+        const float* result = results_.get() + i * result_floats(call_);
         const float shrink = std::exp(result[r] - largest);
         total += result[rows + r] * shrink;
         for (int64_t c = 0; c < channels; c++) o[c] += result[2 * rows + r * channels + c] * shrink;
@@ -202,7 +203,8 @@ class Job {
   std::vector<Task> tasks_;       // by row and head, as they are merged
   std::vector<int64_t> order_;    // the order in which they begin
   std::vector<int64_t> ordered_;  // the head whose matrix each worker's scratch holds
-  std::vector<float> results_, scratch_;
+  std::unique_ptr<float[]> results_, scratch_;
+  size_t room_ = 0;  // floats of the scratch
   int64_t helpers_ = 0;
 };
 

@@ -13,6 +13,7 @@
 
 #include "processors.h"
 #include "split.h"
+#include "unwritten_memory.h"
 
 using namespace kvq;
 

@@ -10,6 +10,7 @@
 
 #include "processors.h"
 #include "prompt_call.h"
+#include "unwritten_memory.h"
 
 using namespace kvq;
 

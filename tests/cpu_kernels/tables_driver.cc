@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "processors.h"
+#include "unwritten_memory.h"
 #include "weights_call.h"
 
 using namespace kvq;

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "processors.h"
+#include "unwritten_memory.h"
 #include "weights_call.h"
 
 using namespace kvq;
