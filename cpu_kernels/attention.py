@@ -86,20 +86,22 @@ def decode_attention(
             there is one, the scale, the zero point if one is stored, and the description's other
             arrays (csrc/ffi.cc).
         values: the same for values.
-        limits: the token behind the last one that each query sees. Tokens that none sees may hold
-            anything.
+        limits: the token behind the last one that each query sees. Tokens behind every limit, or
+            below every lower limit, may hold anything.
         capacity: S, the number of tokens that the arrays have room for.
         windows: attended to as well. T must be 1. Their keys are rotated if those of the body are.
         lower: the first token that each query sees. None: token 0.
         ring: the body's, if it is one. None: token t lies at place t.
         scale: the factor of scores. None: H ** -0.5.
-        soft_cap: c above. None for none.
+        soft_cap: c above, positive. None for none.
 
-    Raises ValueError if the library is missing. Arrays that do not fit the descriptions are an XLA
-    error when the call runs.
+    Raises ValueError if the library is missing, or the soft cap is not positive. Arrays that do not
+    fit the descriptions are an XLA error when the call runs.
     """
     if reason := unavailable():
         raise ValueError(reason)
+    if soft_cap is not None and not soft_cap > 0:
+        raise ValueError(f"soft_cap must be positive, or None for none, got {soft_cap}")
     (k, k_arrays), (v, v_arrays) = keys, values
     columns = jax.ShapeDtypeStruct((*q.shape[:3], 1), jnp.float32)
     call = jax.ffi.ffi_call(

@@ -11,6 +11,7 @@ Affine = Literal["token groups", "channel groups", "channels"]
 Form = Literal["codes", "rows", "polar", "runs", "floats"]
 _AFFINE = ("token groups", "channel groups", "channels")
 _FORMS = ("codes", "rows", "polar", "runs", "floats")
+MAX_CHANNELS = 1024  # of a head (kMaxChannels of csrc/body.h)
 RUN_WIDTHS = 8
 _DTYPES = ("float16", "bfloat16", "float32", "e8m0", "e4m3")
 

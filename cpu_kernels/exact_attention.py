@@ -14,11 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from cpu_kernels.body import MAX_CHANNELS as MAX_CHANNELS
 from cpu_kernels.library import EXACT_ATTENTION, unavailable
 
 DTYPES = ("float32", "float16", "bfloat16")  # of keys and values
-MAX_CHANNELS = 1024
-MAX_GROUP = 96  # query heads of one KV head
 
 
 def exact_attention(
@@ -49,14 +48,18 @@ def exact_attention(
         counts: [B, T], not falling along T.
         queries: [B], the number of tokens that are not padding, at most T.
         scale: the factor of the scores.
-        window: how many of the others a query sees, at most. None for all.
-        soft_cap: c above. None for none.
+        window: how many of the others a query sees, at most, from 1 on. None for all.
+        soft_cap: c above, positive. None for none.
 
-    Raises ValueError if the library is missing. Arrays that do not fit together are an XLA error
-    when the call runs.
+    Raises ValueError if the library is missing, or a window or a soft cap is not positive. Arrays
+    that do not fit together are an XLA error when the call runs.
     """
     if reason := unavailable():
         raise ValueError(reason)
+    if window is not None and window < 1:
+        raise ValueError(f"window must be at least 1, or None for none, got {window}")
+    if soft_cap is not None and not soft_cap > 0:
+        raise ValueError(f"soft_cap must be positive, or None for none, got {soft_cap}")
     columns = jax.ShapeDtypeStruct((*q.shape[:3], 1), jnp.float32)
     call = jax.ffi.ffi_call(
         EXACT_ATTENTION,

@@ -23,8 +23,9 @@ def store_blocks(
     """Return the stored arrays [B, ..., S, ...] with blocks first[b] .. first[b] + count[b] - 1 of
     row b replaced by its leading new ones.
 
-    Blocks that would lie outside an array are left out. Nothing else is copied if XLA lets results
-    take the memory of `stored`, as it does for donated caches.
+    What would lie behind the end of an array is left out: where S is not a multiple of a block, the
+    rest of its last block. A row with first[b] < 0 is left as it is. Nothing else is copied if XLA
+    lets results take the memory of `stored`, as it does for donated caches.
 
     Args:
         stored: the arrays of a body.

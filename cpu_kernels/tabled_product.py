@@ -24,7 +24,7 @@ def tabled_products(
     """Return x w, fp32, for each matrix w.
 
     Args:
-        x: [T, I] fp32.
+        x: [T, I], any float dtype, which becomes fp32.
         matrices: for each, in this order,
             codes, uint32 [O, I / 8]: bits 4 j of word w are those of input 8 w + j;
             levels, float16, bfloat16 or float32 [O, 16];
@@ -42,4 +42,4 @@ def tabled_products(
         [jax.ShapeDtypeStruct((len(x), len(codes)), jnp.float32) for codes, *_ in matrices],
         vmap_method="sequential",
     )
-    return list(call(x, *(array for arrays in matrices for array in arrays)))
+    return list(call(x.astype(jnp.float32), *(array for arrays in matrices for array in arrays)))

@@ -30,17 +30,11 @@
 //   results     m, l f32 [B, K, R, 1], o f32 [B, K, R, H]
 //
 // Arguments that do not fit together are an XLA error, never an access outside an array.
-#include <algorithm>
-#include <new>
-#include <string>
-#include <vector>
+#include <sstream>
 
-#include "export.h"
+#include "handlers.h"
 #include "processors.h"
 #include "split.h"
-#include "xla/ffi/api/ffi.h"
-
-namespace ffi = xla::ffi;
 
 namespace {
 
@@ -49,9 +43,7 @@ using kvq::Side;
 using kvq::Strided;
 using Dimensions = std::vector<int64_t>;
 
-ffi::Error invalid(const std::string& message) {
-  return ffi::Error::InvalidArgument("kvq_decode_attention: " + message);
-}
+constexpr char kName[] = "kvq_decode_attention";
 
 std::string text(ffi::Span<const int64_t> dimensions) {
   std::string all;
@@ -59,8 +51,14 @@ std::string text(ffi::Span<const int64_t> dimensions) {
   return "[" + all + "]";
 }
 
+std::string text(ffi::DataType type) {
+  std::ostringstream name;
+  name << type;
+  return name.str();
+}
+
 // Return why these fields describe no body that the kernels read, or an empty string if they do.
-std::string refused(const Body& b) {
+std::string refused(const Body& b, bool keys) {
   const int64_t high_bits = b.bits - b.low_bits;
   const auto power = [](int64_t n) { return n == 1 || n == 2 || n == 4 || n == 8; };
   const bool rows = b.form == kvq::kRows, polar = b.form == kvq::kPolar;
@@ -70,9 +68,10 @@ std::string refused(const Body& b) {
   if (rows || runs ? b.bits || b.low_bits : b.bits < 1 || b.bits > 12 || !power(b.low_bits))
     return "bits";
   if (high_bits && (!power(high_bits) || high_bits >= b.low_bits)) return "bits";
-  if (b.channels < 1 || b.channels > 1024 || b.chunks < 1 || (b.width != 16 && b.width != 32))
+  if (b.channels < 1 || b.channels > kvq::kMaxChannels || b.chunks < 1 ||
+      (b.width != 16 && b.width != 32))
     return "channels";
-  if (b.chunks > 2048 || b.padded() < b.channels || b.padded() >= b.channels + 16 * 16 * 2)
+  if (b.chunks > 2048 || b.padded() < b.channels || b.padded() >= b.channels + 512)
     return "padding";
   if (b.span < 1 || b.span > kvq::kTile || kvq::kTile % b.span || b.slots < 1 || b.span % b.slots)
     return "span";
@@ -99,6 +98,7 @@ std::string refused(const Body& b) {
                      b.span % kvq::run_slots(width)))
       return "runs";
   }
+  if (keys ? runs && !b.rotated : b.rotated) return "rotation";  // values have no positions
   if (runs && (b.stored_channels() < 2 || b.stored_channels() > b.channels)) return "runs";
   if (b.synthesis && (b.synthesis != 1 || !runs || !b.rotated)) return "synthesis";
   if (polar ? b.affine != kvq::kTokenGroups || b.table || b.rotated || b.pool || b.angle_bits < 1 ||
@@ -120,19 +120,16 @@ struct Taker {
   Strided take(const std::string& name, ffi::DataType type, const Dimensions& wanted,
                bool batched = true) {
     if (!wrong.empty()) return {};
-    const auto buffer = next < arguments.size() ? arguments.get<ffi::AnyBuffer>(next)
-                                                : ffi::Unexpected(invalid("missing"));
-    next++;
+    const auto buffer = arguments.get<ffi::AnyBuffer>(next++);
     if (!buffer.has_value()) {
       wrong = name + " is missing";
       return {};
     }
     const auto dimensions = buffer->dimensions();
-    if (buffer->element_type() != type ||
-        !std::equal(dimensions.begin(), dimensions.end(), wanted.begin(), wanted.end())) {
-      wrong = name + " must be " + text(ffi::Span<const int64_t>(wanted.data(), wanted.size())) +
-              " of type " + std::to_string(int(type)) + ", got " + text(dimensions) + " of type " +
-              std::to_string(int(buffer->element_type()));
+    if (buffer->element_type() != type || !shaped(dimensions, wanted)) {
+      wrong = name + " must be " + text(type) + " " +
+              text(ffi::Span<const int64_t>(wanted.data(), wanted.size())) + ", got " +
+              text(buffer->element_type()) + " " + text(dimensions);
       return {};
     }
     int64_t head = int64_t(ffi::ByteWidth(type));
@@ -227,8 +224,7 @@ struct Taker {
 
   kvq::SparseSide outliers(const std::string& name, ffi::DataType type, int64_t batch,
                            int64_t heads, int64_t pools) {
-    const auto index = next < arguments.size() ? arguments.get<ffi::AnyBuffer>(next)
-                                               : ffi::Unexpected(invalid("missing"));
+    const auto index = arguments.get<ffi::AnyBuffer>(next);
     kvq::SparseSide sparse{};
     if (index.has_value() && index->dimensions().size() == 3) sparse.slots = index->dimensions()[2];
     sparse.heads = heads;
@@ -247,9 +243,7 @@ void take_windows(Taker& taker, int64_t batch, int64_t heads, int64_t rows, int6
   const size_t first = taker.next + 1;
   ffi::DataType type = ffi::F32;
   for (int i = 0; i < 2 && taker.wrong.empty(); i++) {
-    const auto buffer = first + i < taker.arguments.size()
-                            ? taker.arguments.get<ffi::AnyBuffer>(first + i)
-                            : ffi::Unexpected(ffi::Error::InvalidArgument(""));
+    const auto buffer = taker.arguments.get<ffi::AnyBuffer>(first + i);
     if (!buffer.has_value() || buffer->dimensions().size() != 4) {
       taker.wrong = "the windows are missing";
       return;
@@ -298,40 +292,38 @@ void take_limits(Taker& taker, bool bounded, int64_t ring, kvq::Call& call) {
             .data);
 }
 
-ffi::Error attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::S32> limits,
-                  ffi::RemainingArgs arrays, ffi::Result<ffi::Buffer<ffi::F32>> m,
-                  ffi::Result<ffi::Buffer<ffi::F32>> l, ffi::Result<ffi::Buffer<ffi::F32>> o,
-                  ffi::Span<const int64_t> keys, ffi::Span<const int64_t> values, int64_t capacity,
-                  bool windows, bool bounded, int64_t ring, float scale, float soft_cap) {
+std::string attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::S32> limits,
+                   ffi::RemainingArgs arrays, ffi::Result<ffi::Buffer<ffi::F32>> m,
+                   ffi::Result<ffi::Buffer<ffi::F32>> l, ffi::Result<ffi::Buffer<ffi::F32>> o,
+                   ffi::Span<const int64_t> keys, ffi::Span<const int64_t> values, int64_t capacity,
+                   bool windows, bool bounded, int64_t ring, float scale, float soft_cap) {
   if (int64_t(keys.size()) != kvq::kBodyFields || int64_t(values.size()) != kvq::kBodyFields)
-    return invalid("keys and values take " + std::to_string(kvq::kBodyFields) +
-                   " fields: another version of cpu_kernels was compiled");
+    return "keys and values take " + std::to_string(kvq::kBodyFields) +
+           " fields: another version of cpu_kernels was compiled";
   Body k, v;
   std::copy_n(keys.begin(), kvq::kBodyFields, reinterpret_cast<int64_t*>(&k));
   std::copy_n(values.begin(), kvq::kBodyFields, reinterpret_cast<int64_t*>(&v));
-  if (q.dimensions().size() != 4)
-    return invalid("q must be [B, K, R, H], got " + text(q.dimensions()));
+  if (q.dimensions().size() != 4) return "q must be [B, K, R, H], got " + text(q.dimensions());
+  if (!(soft_cap >= 0)) return "a soft cap must be positive, or 0 for none";
   if (limits.dimensions().size() != 2)
-    return invalid("limits must be [B, T], got " + text(limits.dimensions()));
+    return "limits must be [B, T], got " + text(limits.dimensions());
   const int64_t batch = q.dimensions()[0], heads = q.dimensions()[1], rows = q.dimensions()[2],
                 channels = q.dimensions()[3];
   const int64_t queries = limits.dimensions()[1];
   if (queries < 1 || rows % queries || limits.dimensions()[0] != batch)
-    return invalid("limits must be [B, T] for R = G * T query rows, got " +
-                   text(limits.dimensions()) + " for " + text(q.dimensions()));
+    return "limits must be [B, T] for R = G * T query rows, got " + text(limits.dimensions()) +
+           " for " + text(q.dimensions());
   for (const Body* body : {&k, &v}) {
-    const std::string name = body == &k ? "keys" : "values", reason = refused(*body);
-    if (!reason.empty())
-      return invalid("the description of the " + name + " has unknown " + reason);
+    const std::string name = body == &k ? "keys" : "values", reason = refused(*body, body == &k);
+    if (!reason.empty()) return "the description of the " + name + " has unknown " + reason;
     if (body->head_dim() != channels)
-      return invalid("q has " + std::to_string(channels) + " channels, the " + name + " do not");
-    if (heads % body->heads)
-      return invalid("the heads of a group do not divide those of the " + name);
+      return "q has " + std::to_string(channels) + " channels, the " + name + " do not";
+    if (heads % body->heads) return "the heads of a group do not divide those of the " + name;
     if (capacity < 0 || capacity % body->span ||
         (body->affine == kvq::kTokenGroups && capacity % body->group) ||
         (body->pool && capacity % body->pool))
-      return invalid("capacity " + std::to_string(capacity) +
-                     " is no whole number of spans, groups and pools");
+      return "capacity " + std::to_string(capacity) +
+             " is not a whole number of spans, groups and pools";
   }
   std::vector<float> tables[2];
   Taker taker{arrays};
@@ -342,25 +334,18 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi
   call.batch = batch, call.heads = heads, call.rows = rows, call.queries = queries,
   call.capacity = capacity, call.scale = scale, call.soft_cap = soft_cap;
   take_limits(taker, bounded, ring, call);
-  if (!taker.wrong.empty()) return invalid(taker.wrong);
-  if (taker.next != arrays.size()) return invalid("too many arrays");
+  if (!taker.wrong.empty()) return taker.wrong;
+  if (taker.next != arrays.size()) return "too many arrays";
   const Dimensions columns{batch, heads, rows, 1}, whole{batch, heads, rows, channels};
   for (const auto& [result, shape] :
        {std::pair(&m, &columns), std::pair(&l, &columns), std::pair(&o, &whole)}) {
     const auto dimensions = (*result)->dimensions();
-    if (!std::equal(dimensions.begin(), dimensions.end(), shape->begin(), shape->end()))
-      return invalid("a result has the shape " + text(dimensions));
+    if (!shaped(dimensions, *shape)) return "a result has the shape " + text(dimensions);
   }
   call.q = q.typed_data(), call.limits = limits.typed_data();
   call.m = m->typed_data(), call.l = l->typed_data(), call.o = o->typed_data();
-  try {
-    kvq::attend(call, kvq::best_kernels().attend_tokens,
-                std::max<int64_t>(0, pool.num_threads() - 1),
-                [&pool](std::function<void()> work) { pool.Schedule(std::move(work)); });
-  } catch (const std::bad_alloc&) {
-    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "kvq_decode_attention: out of memory");
-  }
-  return ffi::Error::Success();
+  kvq::attend(call, kvq::best_kernels().attend_tokens, helpers_of(pool), schedule_on(pool));
+  return "";
 }
 
 }  // namespace
@@ -382,7 +367,7 @@ extern "C" KVQ_EXPORT XLA_FFI_Error* kvq_decode_attention(XLA_FFI_CallFrame* fra
                              .Attr<int64_t>("ring")
                              .Attr<float>("scale")
                              .Attr<float>("soft_cap")
-                             .To(attend)
+                             .To(Reporting<kName, attend>::call)
                              .release();
   return handler->Call(frame);
 }

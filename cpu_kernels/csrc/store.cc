@@ -6,23 +6,16 @@
 //   results     the arrays of the body, meant to share the memory of the arguments. Entries that
 //               are not written stay as they were.
 //
-// Row b takes the leading count[b] of its new blocks, from block first[b] on. Blocks outside the
-// array are left out.
-#include <algorithm>
+// Row b takes the leading count[b] of its new blocks, from block first[b] on. What lies behind the
+// end of the array is left out, and a row whose first block lies before its start is left as it is.
 #include <cstring>
-#include <functional>
 #include <numeric>
-#include <string>
 
-#include "xla/ffi/api/ffi.h"
-
-namespace ffi = xla::ffi;
+#include "handlers.h"
 
 namespace {
 
-ffi::Error invalid(const std::string& message) {
-  return ffi::Error::InvalidArgument("kvq_store_blocks: " + message);
-}
+constexpr char kName[] = "kvq_store_blocks";
 
 int64_t product(ffi::Span<const int64_t> sizes, size_t from, size_t to) {
   return std::accumulate(sizes.begin() + from, sizes.begin() + to, int64_t(1), std::multiplies<>());
@@ -44,37 +37,35 @@ struct Target {
   }
 };
 
-ffi::Error store(ffi::Buffer<ffi::S32> first, ffi::Buffer<ffi::S32> count,
-                 ffi::RemainingArgs arguments, ffi::RemainingRets results,
-                 ffi::Span<const int64_t> axes, ffi::Span<const int64_t> entries) {
+std::string store(ffi::Buffer<ffi::S32> first, ffi::Buffer<ffi::S32> count,
+                  ffi::RemainingArgs arguments, ffi::RemainingRets results,
+                  ffi::Span<const int64_t> axes, ffi::Span<const int64_t> entries) {
   const size_t arrays = axes.size();
   if (entries.size() != arrays || arguments.size() != 2 * arrays || results.size() != arrays)
-    return invalid(
-        "an axis, a number of entries, new blocks and a result are needed for each array");
+    return "an axis, a number of entries, new blocks and a result are needed for each array";
   if (first.dimensions().size() != 1 || count.dimensions().size() != 1 ||
       first.element_count() != count.element_count())
-    return invalid("first and count must be [B]");
+    return "first and count must be [B]";
   const int64_t batch = first.element_count();
   for (size_t i = 0; i < arrays; i++) {
     const auto old = arguments.get<ffi::AnyBuffer>(i),
                blocks = arguments.get<ffi::AnyBuffer>(arrays + i);
     auto result = results.get<ffi::AnyBuffer>(i);
     if (!old.has_value() || !blocks.has_value() || !result.has_value())
-      return invalid("an array is missing");
+      return "an array is missing";
     const auto shape = old->dimensions(), new_shape = blocks->dimensions(),
                returned = (*result)->dimensions();
     const size_t axis = size_t(axes[i]);
     if (axis < 1 || axis >= shape.size() || new_shape.size() != shape.size() || shape[0] != batch ||
         entries[i] < 1)
-      return invalid("array " + std::to_string(i) + " has no such axis");
+      return "array " + std::to_string(i) + " has no such axis";
     for (size_t d = 0; d < shape.size(); d++)
       if (d != axis && new_shape[d] != shape[d])
-        return invalid("the blocks of array " + std::to_string(i) + " have another shape");
+        return "the blocks of array " + std::to_string(i) + " have another shape";
     if (blocks->element_type() != old->element_type() ||
         (*result)->element_type() != old->element_type() ||
         !std::equal(returned.begin(), returned.end(), shape.begin(), shape.end()))
-      return invalid("array " + std::to_string(i) +
-                     ", its blocks and its result are not of one kind");
+      return "array " + std::to_string(i) + ", its blocks and its result are not of one kind";
     const int64_t bytes = old->element_count() ? old->size_bytes() / old->element_count() : 0;
     const Target target{static_cast<char*>((*result)->untyped_data()),
                         static_cast<const char*>(blocks->untyped_data()),
@@ -88,13 +79,12 @@ ffi::Error store(ffi::Buffer<ffi::S32> first, ffi::Buffer<ffi::S32> count,
     for (int64_t b = 0; b < batch; b++)
       target.write(b, first.typed_data()[b], count.typed_data()[b]);
   }
-  return ffi::Error::Success();
+  return "";
 }
 
 }  // namespace
 
-extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* kvq_store_blocks(
-    XLA_FFI_CallFrame* frame) {
+extern "C" KVQ_EXPORT XLA_FFI_Error* kvq_store_blocks(XLA_FFI_CallFrame* frame) {
   static auto* handler = ffi::Ffi::Bind()
                              .Arg<ffi::Buffer<ffi::S32>>()
                              .Arg<ffi::Buffer<ffi::S32>>()
@@ -102,7 +92,7 @@ extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* kvq_store_block
                              .RemainingRets()
                              .Attr<ffi::Span<const int64_t>>("axes")
                              .Attr<ffi::Span<const int64_t>>("entries")
-                             .To(store)
+                             .To(Reporting<kName, store>::call)
                              .release();
   return handler->Call(frame);
 }

@@ -8,30 +8,14 @@
 //   results     y f32 [T, O] for each matrix
 //
 // Arguments that do not fit together are an XLA error, never an access outside an array.
-#include <algorithm>
-#include <new>
-#include <string>
-#include <vector>
-
-#include "export.h"
+#include "handlers.h"
 #include "processors.h"
 #include "weights_call.h"
-#include "xla/ffi/api/ffi.h"
-
-namespace ffi = xla::ffi;
 
 namespace {
 
+constexpr char kName[] = "kvq_tabled_product";
 constexpr size_t kArrays = 5;  // of a matrix
-
-ffi::Error invalid(const std::string& message) {
-  return ffi::Error::InvalidArgument("kvq_tabled_product: " + message);
-}
-
-bool shaped(const ffi::AnyBuffer& array, std::vector<int64_t> wanted) {
-  const auto stated = array.dimensions();
-  return std::equal(stated.begin(), stated.end(), wanted.begin(), wanted.end());
-}
 
 // Returns what is wrong with the sparse entries, or an empty text.
 std::string check_sparse(const kvq::Tables& tables, int64_t outputs, int64_t inputs,
@@ -58,16 +42,18 @@ std::string read_product(const kvq::PackedCall& call, ffi::RemainingArgs arrays,
   const int64_t outputs = (*y)->dimensions()[1], inputs = call.inputs;
   const ffi::AnyBuffer codes = array(0), levels = array(1), starts = array(2), at = array(3),
                        values = array(4);
-  if (inputs % 8 || codes.element_type() != ffi::U32 || !shaped(codes, {outputs, inputs / 8}))
+  if (inputs % 8 || codes.element_type() != ffi::U32 ||
+      !shaped(codes.dimensions(), {outputs, inputs / 8}))
     return "codes must be u32 [O, I / 8]";
   const ffi::DataType type = levels.element_type();
-  if ((type != ffi::F16 && type != ffi::BF16 && type != ffi::F32) || !shaped(levels, {outputs, 16}))
+  if ((type != ffi::F16 && type != ffi::BF16 && type != ffi::F32) ||
+      !shaped(levels.dimensions(), {outputs, 16}))
     return "levels must be f16, bf16 or f32 [O, 16]";
-  if (starts.element_type() != ffi::S32 || !shaped(starts, {outputs + 1}))
+  if (starts.element_type() != ffi::S32 || !shaped(starts.dimensions(), {outputs + 1}))
     return "starts must be s32 [O + 1]";
   const int64_t entries = int64_t(at.element_count());
-  if (at.element_type() != ffi::U16 || !shaped(at, {entries}) || values.element_type() != type ||
-      !shaped(values, {entries}))
+  if (at.element_type() != ffi::U16 || !shaped(at.dimensions(), {entries}) ||
+      values.element_type() != type || !shaped(values.dimensions(), {entries}))
     return "sparse entries must be inputs u16 [n] and values of the type of levels [n]";
   kvq::PackedMatrix& weights = product.weights;
   weights.bits = 4, weights.group = kvq::kWordInputs;
@@ -80,27 +66,21 @@ std::string read_product(const kvq::PackedCall& call, ffi::RemainingArgs arrays,
   return check_sparse(weights.tables, outputs, inputs, entries);
 }
 
-ffi::Error multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingArgs arrays,
-                    ffi::RemainingRets results) {
-  if (x.dimensions().size() != 2) return invalid("x must be [T, I]");
+std::string multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingArgs arrays,
+                     ffi::RemainingRets results) {
+  if (x.dimensions().size() != 2) return "x must be [T, I]";
   if (arrays.size() != results.size() * kArrays)
-    return invalid("there must be five arrays and a result for each matrix");
+    return "there must be five arrays and a result for each matrix";
   kvq::PackedCall call{x.typed_data(), x.dimensions()[0], x.dimensions()[1], kvq::kMaxDigits, {}};
-  try {
-    for (size_t m = 0; m < results.size(); m++) {
-      kvq::PackedProduct product{};
-      const std::string wrong = read_product(call, arrays, results, m, product);
-      if (!wrong.empty()) return invalid(wrong);
-      if (!call.inputs) std::fill_n(product.y, call.tokens * product.weights.outputs, 0.0f);
-      if (call.inputs && product.weights.outputs) call.products.push_back(product);
-    }
-    const int64_t helpers = std::max<int64_t>(0, pool.num_threads() - 1);
-    const auto schedule = [&pool](std::function<void()> work) { pool.Schedule(std::move(work)); };
-    kvq::multiply(call, *kvq::best_kernels().multiplier, helpers, schedule);
-  } catch (const std::bad_alloc&) {
-    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "kvq_tabled_product: out of memory");
+  for (size_t m = 0; m < results.size(); m++) {
+    kvq::PackedProduct product{};
+    const std::string wrong = read_product(call, arrays, results, m, product);
+    if (!wrong.empty()) return wrong;
+    if (!call.inputs) std::fill_n(product.y, call.tokens * product.weights.outputs, 0.0f);
+    if (call.inputs && product.weights.outputs) call.products.push_back(product);
   }
-  return ffi::Error::Success();
+  kvq::multiply(call, *kvq::best_kernels().multiplier, helpers_of(pool), schedule_on(pool));
+  return "";
 }
 
 }  // namespace
@@ -111,7 +91,7 @@ extern "C" KVQ_EXPORT XLA_FFI_Error* kvq_tabled_product(XLA_FFI_CallFrame* frame
                              .Arg<ffi::Buffer<ffi::F32>>()
                              .RemainingArgs()
                              .RemainingRets()
-                             .To(multiply)
+                             .To(Reporting<kName, multiply>::call)
                              .release();
   return handler->Call(frame);
 }

@@ -5,51 +5,36 @@
 //               codes u32 [P, I / 8, 32] of 4 bits, s8 or f8e4m3fn [P, I / 4, 32, 4] of 8 bits, or
 //               bf16 or f16 [P, I, 32] without scales;
 //               scales f16, bf16 or f32 [P, I / group, 32], or s8 with coarse_scales f16
-//               [P, I / 256, 32], or u8 exponents of MXFP4; minima likewise, but for exponents, or
-//               s8 factors of the scales. An array that there is none of is empty.
-//   attributes  centres f32 [matrices], integers from 0 to 15; levels f32 [matrices, 16], what
+//               [P, I / 256, 32], or u8 exponents of MXFP4; minima likewise, but not exponents,
+//               or s8 factors of the scales. An array that is left out is empty.
+//   attributes  centres f32 [matrices], integers from 0 to 15, and 0 unless codes are integers of 4
+//               bits; levels f32 [matrices, 16], what
 //               codes of 4 bits stand for, or NaN for integers; digits s64, 3, or 1 to round
 //               activations to 8 bits; experts s64, of stacks of matrices, whose first axes are
 //               [experts P] then, and row t of x meets matrix chosen[t]
 //   results     y f32 [T, O] for each matrix, 32 (P - 1) < O <= 32 P
 //
 // Arguments that do not fit together are an XLA error, never an access outside an array.
-#include <algorithm>
 #include <cmath>
-#include <new>
-#include <string>
-#include <vector>
 
-#include "export.h"
+#include "handlers.h"
 #include "processors.h"
 #include "weights_call.h"
-#include "xla/ffi/api/ffi.h"
-
-namespace ffi = xla::ffi;
 
 namespace {
 
+constexpr char kName[] = "kvq_packed_product";
+
 using Halves = ffi::Buffer<ffi::F16>;
 
-ffi::Error invalid(const std::string& message) {
-  return ffi::Error::InvalidArgument("kvq_packed_product: " + message);
-}
-
-// Stacks have `experts` times as many panels as a matrix.
-bool shaped(ffi::Span<const int64_t> dimensions, int64_t experts, std::vector<int64_t> wanted) {
-  wanted[0] *= experts;
-  return std::equal(dimensions.begin(), dimensions.end(), wanted.begin(), wanted.end());
-}
-
-// Fill `scales`. Returns what is wrong, or an empty text.
+// Fill `scales` of a stack of matrices. Returns what is wrong, or an empty text.
 std::string read_scales(const kvq::PackedMatrix& weights, int64_t experts,
                         const ffi::AnyBuffer& fine, const Halves& coarse, bool minima,
                         kvq::Scales& scales) {
   using kvq::ScaleKind;
-  const std::vector<int64_t> every{weights.panels(), weights.inputs / weights.group,
+  const std::vector<int64_t> every{experts * weights.panels(), weights.inputs / weights.group,
                                    kvq::kPanelOutputs};
-  if (!shaped(fine.dimensions(), experts, every))
-    return "scales and minima must be [P, I / group, 32]";
+  if (!shaped(fine.dimensions(), every)) return "scales and minima must be [P, I / group, 32]";
   scales.fine = fine.untyped_data();
   const ffi::DataType type = fine.element_type();
   if (type == ffi::F16 || type == ffi::BF16 || type == ffi::F32) {
@@ -68,8 +53,8 @@ std::string read_scales(const kvq::PackedMatrix& weights, int64_t experts,
   scales.kind = minima && !coarse.element_count() ? ScaleKind::kOfScale : ScaleKind::kOfCoarse;
   if (scales.kind == ScaleKind::kOfScale) return "";
   if (weights.inputs % kvq::kCoarse ||
-      !shaped(coarse.dimensions(), experts,
-              {weights.panels(), weights.inputs / kvq::kCoarse, kvq::kPanelOutputs}))
+      !shaped(coarse.dimensions(),
+              {experts * weights.panels(), weights.inputs / kvq::kCoarse, kvq::kPanelOutputs}))
     return "coarse scales must be [P, I / 256, 32]";
   scales.coarse = reinterpret_cast<const uint16_t*>(coarse.typed_data());
   return "";
@@ -92,12 +77,17 @@ std::string read_matrix(int64_t inputs, int64_t outputs, int64_t experts,
   weights.e4m3 = codes.element_type() == ffi::F8E4M3FN;
   if (!weights.bits) return "codes must be u32, s8, f8e4m3fn, bf16 or f16";
   if (inputs % kvq::kWordInputs) return "I must be a multiple of 32";
-  std::vector<int64_t> whole{weights.panels(), inputs * weights.bits / 32, kvq::kPanelOutputs};
+  std::vector<int64_t> whole{experts * weights.panels(), inputs * weights.bits / 32,
+                             kvq::kPanelOutputs};
   if (weights.bits == 8) whole.push_back(4);
   if (weights.bits == 16) whole[1] = inputs;
-  if (!shaped(codes.dimensions(), experts, whole))
+  if (!shaped(codes.dimensions(), whole))
     return "codes must be [P, I / 8, 32] of 4 bits, [P, I / 4, 32, 4] of 8, or [P, I, 32] of 16";
   weights.codes = codes.untyped_data();
+  if (weights.levels && (weights.bits != 4 || weights.centre != 0 || mins.element_count()))
+    return "levels are for codes of 4 bits without centre and minima";
+  const bool counted = weights.bits == 4 && scales.element_type() != ffi::U8;
+  if (weights.centre != 0 && !counted) return "a centre is for integers of 4 bits";
   weights.group = kvq::kWordInputs;
   if (weights.bits == 16)
     return scales.element_count() || mins.element_count()
@@ -105,8 +95,6 @@ std::string read_matrix(int64_t inputs, int64_t outputs, int64_t experts,
                : "";
   if (scales.dimensions().size() != 3) return "scales must have three axes";
   weights.group = scales.dimensions()[1] * 32 == inputs ? 32 : 16;
-  if (weights.levels && (weights.bits != 4 || weights.centre != 0 || mins.element_count()))
-    return "levels are for codes of 4 bits without centre and minima";
   if ((weights.bits == 4 || weights.e4m3) && weights.group != 32)
     return "groups of 4-bit codes and of FP8 must be of 32";
   const std::string wrong =
@@ -137,45 +125,41 @@ std::string read_product(const kvq::PackedCall& call, int64_t experts, ffi::Rema
                      *mins, *coarse_mins, product.weights);
 }
 
-ffi::Error multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S32> chosen,
-                    ffi::RemainingArgs arrays, ffi::RemainingRets results,
-                    ffi::Span<const float> centres, ffi::Span<const float> levels, int64_t digits,
-                    int64_t experts) {
-  if (x.dimensions().size() != 2) return invalid("x must be [T, I]");
-  if (digits != 1 && digits != kvq::kMaxDigits) return invalid("digits must be 1 or 3");
+std::string multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S32> chosen,
+                     ffi::RemainingArgs arrays, ffi::RemainingRets results,
+                     ffi::Span<const float> centres, ffi::Span<const float> levels, int64_t digits,
+                     int64_t experts) {
+  if (x.dimensions().size() != 2) return "x must be [T, I]";
+  if (digits != 1 && digits != kvq::kMaxDigits) return "digits must be 1 or 3";
   const bool chooses = chosen.element_count() > 0;
   const int32_t* const choice = chosen.typed_data();
   if (experts < 1 || (chooses ? int64_t(chosen.element_count()) != x.dimensions()[0]
                               : experts > 1 && x.dimensions()[0] > 0))
-    return invalid("chosen must be [T] for stacks of matrices");
+    return "chosen must be [T] for stacks of matrices";
   for (size_t t = 0; t < chosen.element_count(); t++)
-    if (choice[t] < 0 || choice[t] >= experts) return invalid("chosen must be from 0 to experts");
+    if (choice[t] < 0 || choice[t] >= experts) return "chosen must be from 0 to experts - 1";
   const size_t count = centres.size();
   if (arrays.size() != count * kArrays || results.size() != count ||
       levels.size() != count * kLevels)
-    return invalid("there must be five arrays, a centre, 16 levels and a result for each matrix");
+    return "there must be five arrays, a centre, 16 levels and a result for each matrix";
   kvq::PackedCall call{x.typed_data(), x.dimensions()[0], x.dimensions()[1], digits, {}};
-  try {
-    for (size_t m = 0; m < count; m++) {
-      kvq::PackedProduct product{};
-      product.weights.centre = centres.begin()[m];
-      const float* const table = levels.begin() + m * kLevels;
-      if (!std::isnan(table[0])) product.weights.levels = table;
-      const std::string wrong = read_product(call, experts, arrays, results, m, product);
-      if (!wrong.empty()) return invalid(wrong);
-      if (!(product.weights.centre >= 0 && product.weights.centre <= 15))
-        return invalid("centres must be from 0 to 15");
-      if (product.weights.inputs && product.weights.outputs) call.products.push_back(product);
-    }
-    const kvq::Multiplier& kernel = *kvq::best_kernels().multiplier;
-    const int64_t helpers = std::max<int64_t>(0, pool.num_threads() - 1);
-    const auto schedule = [&pool](std::function<void()> work) { pool.Schedule(std::move(work)); };
-    if (chooses) kvq::multiply_chosen(call, choice, experts, kernel, helpers, schedule);
-    else kvq::multiply(call, kernel, helpers, schedule);
-  } catch (const std::bad_alloc&) {
-    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "kvq_packed_product: out of memory");
+  for (size_t m = 0; m < count; m++) {
+    kvq::PackedProduct product{};
+    const float centre = product.weights.centre = centres.begin()[m];
+    if (!(centre >= 0 && centre <= 15 && centre == std::floor(centre)))
+      return "centres must be integers from 0 to 15";
+    const float* const table = levels.begin() + m * kLevels;
+    if (!std::isnan(table[0])) product.weights.levels = table;
+    const std::string wrong = read_product(call, experts, arrays, results, m, product);
+    if (!wrong.empty()) return wrong;
+    if (product.weights.inputs && product.weights.outputs) call.products.push_back(product);
   }
-  return ffi::Error::Success();
+  const kvq::Multiplier& kernel = *kvq::best_kernels().multiplier;
+  const int64_t helpers = helpers_of(pool);
+  const auto schedule = schedule_on(pool);
+  if (chooses) kvq::multiply_chosen(call, choice, experts, kernel, helpers, schedule);
+  else kvq::multiply(call, kernel, helpers, schedule);
+  return "";
 }
 
 }  // namespace
@@ -191,7 +175,7 @@ extern "C" KVQ_EXPORT XLA_FFI_Error* kvq_packed_product(XLA_FFI_CallFrame* frame
                              .Attr<ffi::Span<const float>>("levels")
                              .Attr<int64_t>("digits")
                              .Attr<int64_t>("experts")
-                             .To(multiply)
+                             .To(Reporting<kName, multiply>::call)
                              .release();
   return handler->Call(frame);
 }

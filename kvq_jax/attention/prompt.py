@@ -15,21 +15,20 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from cpu_kernels.exact_attention import DTYPES, MAX_CHANNELS, MAX_GROUP, exact_attention
+from cpu_kernels.exact_attention import DTYPES, MAX_CHANNELS, exact_attention
 from kvq_jax.attention import dequantized_body, online_softmax, streaming
 from kvq_jax.layer.plan import LayerPlan, LayerState, Sides
 from kvq_jax.types.array_types import LayerInputs, PositionsBT, QueryBNTH, RowsBKTH, Tree
 from pallas_kernels.decode_attention.partial_attention import PartialAttention
 
 
-def serves(plan: LayerPlan, query_heads: int, dtype: DTypeLike) -> bool:
+def serves(plan: LayerPlan, dtype: DTypeLike) -> bool:
     """Return True if the kernel serves this layer. The body of a cross-layer method holds
     differences from the layer below, of which single layers have no vectors."""
     return (
         plan.cross_layer is None
         and jnp.dtype(dtype).name in DTYPES
         and plan.head_dim <= MAX_CHANNELS
-        and query_heads // plan.heads <= MAX_GROUP
     )
 
 
@@ -44,7 +43,7 @@ def attend(
     """Attend as `streaming.attend` does. The arguments are the same, and the queries of a row of
     the batch see the same body: limits[b] is constant. XLA serves what the kernel does not."""
     batch, heads, tokens, head_dim = inputs.q_rot.shape
-    if not serves(plan, heads, windows.ring[0].dtype):
+    if not serves(plan, windows.ring[0].dtype):
         return streaming.attend(plan, params, windows, body, inputs, limits)
     view = streaming.view_of(plan, params, windows, body, inputs, limits, appended=False)
     rows = inputs.q_rot.reshape(batch, plan.heads, heads // plan.heads * tokens, head_dim)

@@ -6,13 +6,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from cpu_kernels.body import RUN_WIDTHS, Affine, Body
+from cpu_kernels.body import MAX_CHANNELS, RUN_WIDTHS, Affine, Body
 from kvq_jax.arrays.channel_groups import ChannelGroup
 from kvq_jax.arrays.float_array import FloatFormat
 from kvq_jax.arrays.grouped_array import GroupFormat
 from pallas_kernels.tiles.layout import PlaneLayout
 
-MAX_CHANNELS = 1024
 MAX_BITS = 9
 MAX_POLAR_BITS = 12
 LANES = 16  # of the widest vectors

@@ -64,6 +64,8 @@ def relative_error(actual: np.ndarray, want: np.ndarray) -> float:
         (2, 1, 3, 8, "float32"),
         (2, 33, 20, 20, "bfloat16"),
         (1, 520, 300, 256, "float32"),
+        (128, 9, 20, 64, "float32"),
+        (500, 3, 300, 20, "bfloat16"),
     ],
 )
 def test_a_prompt_attends_as_attention_is_defined(
@@ -144,6 +146,16 @@ def test_arrays_that_do_not_fit_are_an_error_of_xla():
     q, keys, values, seen, counts = prompt(1, 8, 4, 16, "float32")
     with pytest.raises(Exception, match="keys and values must be of fp32"):
         attention(q, keys, values.astype(np.float16), seen, counts)
+
+
+@pytest.mark.parametrize(
+    "options", [{"window": 0}, {"window": -1}, {"soft_cap": 0}, {"soft_cap": -5}]
+)
+def test_windows_and_soft_caps_that_are_not_positive_are_an_error(options: dict[str, int]):
+    q, keys, values, seen, counts = map(jnp.asarray, prompt(1, 8, 4, 16, "float32"))
+    reach, queries = jnp.where(seen, 8, 0), jnp.full(2, 8)
+    with pytest.raises(ValueError, match="must be"):
+        exact_attention(q, keys, values, reach, counts, queries, scale=0.1, **options)
 
 
 @pytest.mark.parametrize(("tokens", "dtype"), [(5, "float32"), (140, "bfloat16")])

@@ -224,3 +224,47 @@ def test_codes_of_levels_have_their_values_and_no_centre_or_minima():
         of_levels(*arrays)
     with pytest.raises(Exception, match="without centre and minima"):
         of_levels(*arrays[:3], None, None, centre=8)
+    with pytest.raises(Exception, match="levels are for codes of 4 bits"):
+        of_levels(jnp.ones((2, 64, 32), jnp.bfloat16), None, None, None, None)
+
+
+@pytest.mark.usefixtures("types_unchecked")
+def test_levels_may_be_an_array():
+    arrays, _ = matrix(4, 32, 64, 40, coarse=False, mins=False)
+    levels = np.arange(16.0)[None]
+    options: dict[str, Any] = dict(outputs=[40], centres=[0])
+    [one], [other] = (
+        packed_products(jnp.ones((1, 64)), [arrays], levels=stored, **options)
+        for stored in (levels, levels.tolist())
+    )
+    np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.usefixtures("types_unchecked")
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_centre_that_changes_nothing_is_an_error(bits: int):
+    arrays, _ = matrix(bits, 32, 64, 40, coarse=False, mins=False)
+    x = jnp.ones((1, 64))
+    for centre in (7.5, 8, 16, -1, np.nan):
+        options: dict[str, Any] = dict(outputs=[40], centres=[centre])
+        if (bits, centre) == (4, 8):
+            packed_products(x, [arrays], **options)
+            continue
+        with pytest.raises(Exception, match=r"a centre is for|centres must be integers"):
+            packed_products(x, [arrays], **options)
+
+
+def test_a_row_becomes_fp32():
+    arrays, w = matrix(4, 32, 64, 40, coarse=False, mins=False)
+    x = jnp.ones((1, 64), jnp.bfloat16)
+    options: dict[str, Any] = dict(outputs=[40], centres=[0])
+    [y], [want] = (packed_products(rows, [arrays], **options) for rows in (x, x.astype("float32")))
+    np.testing.assert_array_equal(y, want)
+
+
+def test_an_expert_that_does_not_exist_is_an_error():
+    arrays, _ = matrix(4, 32, 64, 40, coarse=False, mins=False)
+    stacks = [None if a is None else jnp.concatenate([a, a]) for a in arrays]
+    options: dict[str, Any] = dict(outputs=[40], centres=[0], experts=2)
+    with pytest.raises(Exception, match="from 0 to experts - 1"):
+        packed_products(jnp.ones((1, 64)), [stacks], chosen=jnp.array([2]), **options)

@@ -1,12 +1,14 @@
 """The C++ kernel refuses arrays that do not fit the description of their body."""
 
 import dataclasses
+import re
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
+from cpu_kernels import attention as native
 from cpu_kernels import library
 from tests.cpu_kernels.body_cases import BATCH, CASES, decode_attention, inputs
 
@@ -88,6 +90,7 @@ FIELDS = (
     *(("polar", "angle_bits", 9), ("outliers", "pool", 7), ("dense fp32", "rotated", True)),
     *(("runs", "form", "polar"), ("runs", "span", 8), ("runs", "synthesis", True)),
     *(("3 bits, 64", "synthesis", True), ("runs of mixed keys", "synthesis", False)),
+    ("runs", "rotated", False),
     *(("runs", "run_channels", (n, m, *(0,) * 6)) for n, m in ((3, 0), (0, 0), (66, 0), (-2, 66))),
 )
 
@@ -101,8 +104,35 @@ def test_bodies_that_do_not_fit_their_arrays_are_an_error(case: str, field: str,
     assert ("unknown runs" in message) == (field in ("run_channels", "span") and case == "runs")
 
 
+@pytest.mark.parametrize("case", ["runs", "3 bits, 64"])
+def test_a_body_on_the_wrong_side_is_an_error(case: str):
+    """Keys in runs are rotated and values are not. Their arrays differ, and fit their bodies."""
+    call = call_of(case)
+    for side in (0, 1) if case == "runs" else ():
+        both = dataclasses.replace(call, bodies=2 * call.bodies[side : side + 1])
+        message = dataclasses.replace(both, sides=2 * [call.sides[side]]).refused()
+        assert f"of the {('values', 'keys')[side]} has unknown rotation" in message
+    call.bodies[1] = dataclasses.replace(call.bodies[1], rotated=True)
+    assert "of the values has unknown rotation" in call.refused()
+
+
 def test_limits_and_capacities_that_do_not_fit_are_an_error():
     call = call_of("3 bits, 64")
-    for capacity, message in ((97, "no whole number"), (192, "words of keys must be")):
+    for capacity, message in ((97, "not a whole number"), (192, "words of keys must be")):
         assert message in dataclasses.replace(call, capacity=capacity).refused()
     assert "limits must be [B, T]" in dataclasses.replace(call, limits=call.limits[:2]).refused()
+
+
+def test_a_message_has_the_names_of_dtypes():
+    call = call_of("3 bits, 64")
+    call.sides[0][0] = call.sides[0][0].astype(np.int32)
+    assert re.search(r"must be S16 \[.*, got S32 \[", call.refused())
+
+
+@pytest.mark.parametrize("cap", [0, -5.0, np.nan])
+def test_a_soft_cap_that_is_not_positive_is_an_error(cap: float):
+    q, keys, values, *_ = inputs("3 bits, 64", 4, 1, 96)
+    k, v = (side.body for side in CASES["3 bits, 64"])
+    limits = np.full((BATCH, 1), 96, np.int32)
+    with pytest.raises(ValueError, match="soft_cap must be positive"):
+        native.decode_attention(q, (k, keys), (v, values), limits, capacity=96, soft_cap=cap)

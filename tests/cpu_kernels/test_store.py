@@ -78,6 +78,14 @@ def test_blocks_land_where_they_belong_and_nothing_else_changes(case: str):
         )
 
 
+def test_what_lies_behind_the_end_is_left_out():
+    rows = jnp.zeros((2, 7), jnp.int8)  # the last block has one entry
+    blocks = jnp.asarray([[1, 2, 3, 4]] * 2, jnp.int8)
+    first, count = jnp.array([3, -1]), jnp.array([2, 2])
+    [written] = store_blocks([rows], [blocks], first, count, axes=[1], entries=[2])
+    np.testing.assert_array_equal(written, [[0] * 6 + [1], [0] * 7])
+
+
 def test_donated_arrays_are_written_where_they_lie():
     stored, blocks = arrays()
     donated = [jnp.asarray(a) for a in stored]

@@ -61,6 +61,14 @@ def test_a_product_is_as_defined_and_a_row_has_the_same_bits_alone(
         np.testing.assert_array_equal(product(x[t : t + 1], arrays)[0][0], y[t])
 
 
+def test_a_row_becomes_fp32():
+    arrays, _ = matrix(40, 64, 0.1, np.float32)
+    x = np.ones((2, 64))
+    np.testing.assert_array_equal(
+        product(x.astype(ml_dtypes.bfloat16), arrays)[0], product(x.astype(np.float32), arrays)[0]
+    )
+
+
 def test_sparse_entries_stand_in_place_of_their_codes():
     arrays, w = matrix(40, 64, 0.1, np.float32)
     without = [*arrays[:2], np.zeros_like(arrays[2]), arrays[3][:0], arrays[4][:0]]
