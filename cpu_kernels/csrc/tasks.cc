@@ -12,9 +12,12 @@
 namespace kvq {
 namespace {
 
+using Clock = std::chrono::steady_clock;
+
 // A decode step makes some 150 calls with gaps of 10 to 100 microseconds, and waking a sleeping
-// thread takes as long as many of them.
-constexpr std::chrono::microseconds kHelperLingers{200}, kCallerSpins{100};
+// thread takes as long as many of them. But a helper that looks for the next call is missed by
+// what XLA computes before it. So a helper stays after a short gap alone, and for twice as long.
+constexpr std::chrono::microseconds kShortGap{50}, kCallerSpins{100};
 
 void pause() {
 #if defined(__x86_64__) || defined(__i386__)
@@ -26,8 +29,7 @@ void pause() {
 
 // Return true as soon as `ready` does, or false after `limit`.
 template <class Ready>
-bool spin(std::chrono::microseconds limit, const Ready& ready) {
-  using Clock = std::chrono::steady_clock;
+bool spin(std::chrono::nanoseconds limit, const Ready& ready) {
   constexpr int kLooks = 16;  // for each look at the clock
   if (ready()) return true;
   const auto end = Clock::now() + limit;
@@ -84,6 +86,10 @@ class Board {
     std::vector<std::shared_ptr<Thread>> missing;
     {
       std::lock_guard<std::mutex> lock(mutex_);
+      if (calls_.empty()) {
+        const std::chrono::nanoseconds gap = Clock::now() - last_end_;
+        lingers_ = gap < kShortGap ? 2 * gap.count() : 0;
+      }
       calls_.push_back(tasks);
       offers_++;
       // They count before the next caller looks.
@@ -95,6 +101,7 @@ class Board {
   void withdraw(const std::shared_ptr<Tasks>& tasks) {
     std::lock_guard<std::mutex> lock(mutex_);
     calls_.erase(std::remove(calls_.begin(), calls_.end(), tasks), calls_.end());
+    last_end_ = Clock::now();
   }
 
  private:
@@ -111,7 +118,7 @@ class Board {
     int64_t seen;
     do {
       while (const auto tasks = join(seen)) tasks->work();
-    } while (spin(kHelperLingers, [&] { return offers_ != seen; }));
+    } while (spin(std::chrono::nanoseconds(lingers_), [&] { return offers_ != seen; }));
   }
 
   std::shared_ptr<Tasks> join(int64_t& seen) {
@@ -125,6 +132,8 @@ class Board {
   std::mutex mutex_;
   std::vector<std::shared_ptr<Tasks>> calls_;
   std::atomic<int64_t> offers_{0}, threads_{0};
+  std::atomic<int64_t> lingers_{0};  // nanoseconds
+  Clock::time_point last_end_;       // of a call
 };
 
 // Never destroyed, because threads of XLA may outlive static objects.
