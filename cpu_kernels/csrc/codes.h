@@ -113,24 +113,15 @@ struct Codes {
   }
 };
 
-// The numbers of E4M3 codes: sign, 4 bits of exponent and 3 of mantissa.
-inline Floats from_e4m3(Uints code) {
-  const Uints size = code & 0x7F, sign = (code & 0x80) << 24;
-  const Floats normal = (Floats)((size << 20) + (120u << kMantissa)),
-               small = to_float(size) * 0.001953125f;  // subnormal: a multiple of 2^-9
-  return (Floats)((Uints)choose((Ints)(size < 8), small, normal) | sign);
-}
-
 // The number of an E8M0 code. 0, of an empty body, counts as 1: 2^-127 is subnormal.
 inline float from_e8m0(uint8_t code) { return as_float(uint32_t(code ? code : 1) << kMantissa); }
 
 inline float one_float(const void* stored, int64_t type, int64_t at) {
   if (type == kvq::kFloat32) return static_cast<const float*>(stored)[at];
-  const uint32_t bits = static_cast<const uint16_t*>(stored)[at];
-  return type == kvq::kBfloat16 ? as_float(bits << 16) : from_half(Uints{} + bits)[0];
+  return load_half(static_cast<const uint16_t*>(stored) + at, type == kvq::kBfloat16);
 }
 
-// Return `count` stored floats from index `at` on, in fp32.
+// Write `count` stored floats from index `at` on to `out`, as fp32.
 void load_floats(const void* stored, int64_t type, int64_t at, int64_t count, float* out) {
   if (type == kvq::kFloat32) {
     std::memcpy(out, static_cast<const float*>(stored) + at, sizeof(float) * count);
@@ -139,7 +130,8 @@ void load_floats(const void* stored, int64_t type, int64_t at, int64_t count, fl
   if (type == kvq::kE8M0 || type == kvq::kE4M3) {
     const uint8_t* codes = static_cast<const uint8_t*>(stored) + at;
     for (int64_t i = 0; i < count; i++)
-      out[i] = type == kvq::kE8M0 ? from_e8m0(codes[i]) : from_e4m3(Uints{} + codes[i])[0];
+      out[i] = type == kvq::kE8M0 ? from_e8m0(codes[i])
+                                  : from_e4m3(Uints{} + (uint32_t(codes[i]) << 24))[0];
     return;
   }
   int64_t i = 0;

@@ -102,7 +102,7 @@ struct Decoder {
  private:
   void decode_floats(int64_t first, int64_t count) const {
     for_numbers(first, 0, count, [&](int64_t t, const auto& field, Floats x) {
-      const Uints code = ((Uints)x >> shift_by(int32_t(kMantissa - 8))) & 0xFF;
+      const Uints code = (Uints)x << (32 - kMantissa);  // the top of the mantissa
       store(vectors + t * body.row_floats() + field.vector * kLanes, from_e4m3(code));
     });
   }

@@ -21,7 +21,7 @@ struct PromptRows {
   const void* keys;       // [old + fresh, H]
   const void* values;     // [old + fresh, H]
   const int32_t* seen;    // [seen_count]: the older rows that queries see, the first left first
-  const int32_t* left;    // [T]: how many of them a query sees no more
+  const int32_t* left;    // [T]: how many of them, from the first on, a query no longer sees
   const int32_t* begins;  // [T]: the first new row that a query sees, never one before the last
   const int32_t* counts;  // [T]: the row behind the last one, likewise
   int64_t type;           // Stored: of keys and values

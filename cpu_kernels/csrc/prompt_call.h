@@ -12,7 +12,7 @@ struct PromptCall {
   const char* values;     // [B, K, E, H]
   const int32_t* reach;   // [B, E0]: how many queries see the row, the first ones
   const int32_t* counts;  // [B, T]: how many of the other rows a query sees
-  const int32_t* real;    // [B]: how many query tokens are no padding, the first ones
+  const int32_t* real;    // [B]: how many query tokens are not padding, the first ones
   int64_t type;           // Stored: of keys and values
   int64_t batch, heads, group, queries, channels, old, fresh;
   int64_t window;  // query token t sees no other row before t - window + 1, or 0 for none
@@ -23,7 +23,7 @@ struct PromptCall {
 };
 
 // Fill m, l and o. `helpers` is how many threads `schedule` may use besides this one. Results do
-// not depend on it.
+// not depend on it as long as keys and values are finite.
 void attend_prompt(const PromptCall& call, AttendRows kernel, int64_t helpers,
                    const Schedule& schedule);
 

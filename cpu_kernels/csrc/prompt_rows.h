@@ -5,8 +5,8 @@
 //   l[r] = sum_t w[r, t]               o[r] = sum_t w[r, t] v[t]
 //
 // Keys are read in blocks of kKeyBlock, transposed into panels, so that a product of kRowTile query
-// rows with a panel stays in registers. All heads of a group are rows of the same products. A row's
-// result does not depend on the rows beside it.
+// rows with a panel stays in registers. All heads of a group are rows of the same products. As long
+// as keys and values are finite, a row's result does not depend on the rows beside it.
 #pragma once
 
 #include "exact.h"
@@ -178,7 +178,7 @@ struct PromptAttention {
   template <class Begin, class End>
   void add_block(Begin begin, End end) {
     for (int64_t first = 0; first < tiled; first += kRowTile) {
-      // neither falls from one token to the next
+      // Neither decreases from one token to the next.
       const int64_t low = maximum(0, begin(first)) / kPanel * kPanel,
                     high = end(first + kRowTile - 1);
       if (high <= low) continue;
@@ -206,7 +206,7 @@ struct PromptAttention {
     for (int64_t t = 0; t < minimum(begin, whole); t++) scores[t] = kvq::kNegInf;
     for (int64_t t = end; t < whole; t++) scores[t] = kvq::kNegInf;
     Floats top = splat(kvq::kNegInf);
-    for (int64_t t = 0; t < end; t += kLanes) top = larger(load(scores + t), top);  // NaN is none
+    for (int64_t t = 0; t < end; t += kLanes) top = larger(load(scores + t), top);  // ignores NaN
     const float block = largest_lane(top), largest = block > m ? block : m;
     Floats sum = {};
     if (largest == kvq::kNegInf) {  // nothing seen yet, or only NaN and -inf

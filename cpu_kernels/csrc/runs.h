@@ -176,7 +176,7 @@ struct Runs {
       for (int64_t c = 0; c < channels; c++) {
         const float size = (row[c] < 0 ? -row[c] : row[c]) * arrays.steps[width - 1];
         peak = peak < size ? size : peak;
-        mean[c] += row[c] * 0;  // NaN if an entry is no number, which integers cannot say
+        mean[c] += row[c] * 0;  // NaN if an entry is not finite, which integers cannot be
       }
       const float needed = peak * float((1 << width) - 1) / kMaxNumber;
       unit = unit < needed ? needed : unit;

@@ -56,7 +56,7 @@ class Job {
   int64_t helpers() const { return helpers_; }
   int64_t size() const { return int64_t(tasks_.size()); }
 
-  // Run the i-th task to begin.
+  // Run task number i, in the order in which they begin.
   void run(int64_t i, int64_t worker) { run_task(order_[i], worker); }
 
   void merge() const {

@@ -68,7 +68,7 @@ struct ExactSide {
 
 // A body whose newer tokens take the places of older ones: token t lies at place t % tokens.
 struct Ring {
-  int64_t tokens = 0;                // 0 if the body is none
+  int64_t tokens = 0;                // 0 if the body is not a ring
   const int32_t* written = nullptr;  // [B]: tokens that were written so far
   // [B, K, R, H]: queries for keys before RoPE that lie before the last whole round. The others
   // are read by `Call::q`, and places count as positions.

@@ -6,8 +6,8 @@
 
 namespace kvq {
 
-// Runs `work` on other threads too, at some time or never. The caller of this function does what
-// others leave.
+// Runs `work` on another thread, later or never: the caller of run_tasks runs the tasks that no
+// other thread has begun.
 using Schedule = std::function<void(std::function<void()> work)>;
 
 // Run task(i, worker) for i = 0 .. count - 1, begun in this order, and return when all have ended.

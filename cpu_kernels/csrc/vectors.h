@@ -131,6 +131,25 @@ inline Floats load_halves(const uint16_t* p, bool bfloat16) {
 #endif
 }
 
+// The same for one float.
+inline float load_half(const uint16_t* p, bool bfloat16) {
+  if (bfloat16) return as_float(uint32_t(*p) << 16);
+#if defined(__F16C__)
+  return _cvtsh_ss(*p);
+#else
+  return from_half(Uints{} + uint32_t(*p))[0];
+#endif
+}
+
+// The E4M3 numbers in the highest byte of each word, which must not be NaN: 2^(e - 7) (1 + m / 8),
+// or m 2^-9 if e is 0.
+inline Floats from_e4m3(Uints word) {
+  const Uints size = (word >> 24) & 127;
+  const Floats normal = (Floats)((size << 20) + (120u << 23)),
+               subnormal = to_float(size) * 0.001953125f;
+  return (Floats)((Uints)choose((Ints)(size < 8), subnormal, normal) | (word & 0x80000000u));
+}
+
 constexpr float kRounding = 12582912.0f;  // 3 * 2^22: added and subtracted, it rounds
 
 // exp(x) for x <= 0, to 2 units in the last place, 0 from -87 down, and NaN for NaN.

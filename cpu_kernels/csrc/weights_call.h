@@ -22,8 +22,8 @@ struct PackedCall {
 };
 
 // Fill each y. `helpers` is how many threads `schedule` may use besides this one. Results do not
-// depend on it, nor a row's result on the other rows. Rows of zeros, as vacant slots and padding
-// have, cost nothing, and their results are zeros.
+// depend on it, and a row's result does not depend on the other rows. Rows of zeros, such as vacant
+// slots and padding, are not multiplied: their results are zeros.
 void multiply(const PackedCall& call, const Multiplier& kernel, int64_t helpers,
               const Schedule& schedule);
 

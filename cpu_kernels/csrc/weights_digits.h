@@ -86,7 +86,7 @@ inline void store_bytes(Ints x, int8_t* bytes) {
 #endif
 }
 
-// Digits of a group of a row. A group with entries that are not finite has a scale that is none.
+// Digits of a group of a row. The scale of a group is NaN if any entry is not finite.
 template <int D>
 inline void group_to_digits(const DigitRows& rows, const float* x, int64_t g, int64_t t) {
   constexpr float kMaxCode = D == 1 ? 127.0f : 127.0f * 65536;

@@ -19,7 +19,8 @@ using kvq::kTokenBlock;
 
 constexpr int64_t kBlocksTogether = 32;  // blocks of rows that a group of codes meets
 
-// Sums of a group, for the latency of additions. Tiles of AVX2 have as many sums without.
+// Partial sums of a group, so that additions do not wait for each other. Tiles of AVX2 have enough
+// sums with one each.
 constexpr int kChains = kLanes == 8 ? 1 : 2;
 
 // Codes of 4 bits that count from a centre.
@@ -95,15 +96,9 @@ struct Integers {
   }
 };
 
-// Numbers of 8 bits (E4M3), which no NaN is among: 2^(e - 7) (1 + m / 8), or m 2^-9 if e is 0.
+// Numbers of 8 bits.
 struct E4M3 {
-  static KVQ_INLINE Floats decoded(Uints word) {
-    const Uints size = (word >> 24) & 127;
-    const Floats normal = (Floats)((size << 20) + (120u << 23));
-    const Floats subnormal = to_float(size) * (1.0f / 512);
-    const Floats magnitude = choose((Ints)(size < 8), subnormal, normal);
-    return (Floats)((Uints)magnitude | (word & 0x80000000u));
-  }
+  static KVQ_INLINE Floats decoded(Uints word) { return from_e4m3(word); }
 };
 
 template <class Decoder>
@@ -249,8 +244,8 @@ inline void multiply_block(const PanelProduct& product, int64_t panel, const Tok
       multiply_lanes<Codes, kGroup, T, S, V>(product, panel, lane, block, first);
 }
 
-// The same as multiply_lanes for several blocks of kTokenBlock rows, which meet the codes of a
-// group after each other: it becomes floats once for all of them.
+// The same as multiply_lanes for several blocks of kTokenBlock rows. The codes of a group become
+// floats once, and are multiplied with one block after the other.
 template <class Codes, int kGroup, int T, int V>
 KVQ_INLINE void multiply_blocks(const PanelProduct& product, int64_t panel, int64_t lane,
                                 const TokenBlock* blocks, int64_t count) {
@@ -322,7 +317,7 @@ inline void multiply_codes(const PanelProduct& product) {
     }
 }
 
-// Products with numbers that are no integers.
+// Products with numbers that are not integers.
 inline void multiply_numbers(const PanelProduct& product) {
   if (product.weights->has_tables()) multiply_tables(product);
   else if (product.weights->levels) multiply_codes<Nibbles<Levels>, 32>(product);

@@ -15,18 +15,9 @@ namespace {
 
 constexpr int64_t kSparseStep = 4;  // entries of an output that are read together
 
-inline float half_at(const uint16_t* p, bool bfloat16) {
-  if (bfloat16) return as_float(uint32_t(*p) << 16);
-#if defined(__F16C__)
-  return _cvtsh_ss(*p);
-#else
-  return from_half(Uints{} + uint32_t(*p))[0];
-#endif
-}
-
 inline float number_at(const void* numbers, int64_t at, kvq::ScaleKind kind) {
   if (kind == kvq::ScaleKind::kFloat32) return static_cast<const float*>(numbers)[at];
-  return half_at(static_cast<const uint16_t*>(numbers) + at, kind == kvq::ScaleKind::kBfloat16);
+  return load_half(static_cast<const uint16_t*>(numbers) + at, kind == kvq::ScaleKind::kBfloat16);
 }
 
 // The levels of an output as floats.

@@ -231,7 +231,7 @@ def test_codes_of_levels_have_their_values_and_no_centre_or_minima():
 @pytest.mark.usefixtures("types_unchecked")
 def test_levels_may_be_an_array():
     arrays, _ = matrix(4, 32, 64, 40, coarse=False, mins=False)
-    levels = np.arange(16.0)[None]
+    levels: Any = np.arange(16.0)[None]
     options: dict[str, Any] = dict(outputs=[40], centres=[0])
     [one], [other] = (
         packed_products(jnp.ones((1, 64)), [arrays], levels=stored, **options)

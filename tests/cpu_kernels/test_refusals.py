@@ -131,8 +131,9 @@ def test_a_message_has_the_names_of_dtypes():
 
 @pytest.mark.parametrize("cap", [0, -5.0, np.nan])
 def test_a_soft_cap_that_is_not_positive_is_an_error(cap: float):
-    q, keys, values, *_ = inputs("3 bits, 64", 4, 1, 96)
+    arrays: Any = inputs("3 bits, 64", 4, 1, 96)
+    q, keys, values, *_ = arrays
     k, v = (side.body for side in CASES["3 bits, 64"])
-    limits = np.full((BATCH, 1), 96, np.int32)
+    limits: Any = np.full((BATCH, 1), 96, np.int32)
     with pytest.raises(ValueError, match="soft_cap must be positive"):
         native.decode_attention(q, (k, keys), (v, values), limits, capacity=96, soft_cap=cap)
