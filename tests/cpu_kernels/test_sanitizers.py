@@ -4,12 +4,14 @@ ThreadSanitizer, in programs without XLA or Python.
 The instructions of AVX-512 are loops there, so every processor of x86 checks all kernels of x86.
 """
 
+import concurrent.futures
 import functools
+import os
 import pathlib
 import platform
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -49,7 +51,7 @@ Build = Callable[[str, str], pathlib.Path]
 
 
 @pytest.fixture(scope="module")
-def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
+def build(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Build]:
     """Return a function that links a program of this folder with the kernels: those that this
     processor takes unless it has AVX-512 ("native"), or those of AVX-512 ("avx512")."""
     compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
@@ -64,33 +66,38 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
     if probe.returncode or subprocess.run([folder / "probe"], check=False).returncode:
         pytest.skip("this compiler's sanitizers do not work here")
 
-    @functools.cache
-    def compiled(source: pathlib.Path, *flags: str, name: str = "") -> str:
-        output = str(folder / f"{name or source.stem}.o")
-        command = [compiler, *SANITIZED, *flags, "-c", str(source), "-o", output]
-        subprocess.run(command, check=True)
+    def made(output: str, *arguments: str) -> str:
+        subprocess.run([compiler, *SANITIZED, *arguments, "-o", output], check=True)
         return output
+
+    threads = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
+
+    @functools.cache
+    def compiled(
+        source: pathlib.Path, *flags: str, name: str = ""
+    ) -> concurrent.futures.Future[str]:
+        output = str(folder / f"{name or source.stem}.o")
+        return threads.submit(made, output, *flags, "-c", str(source))
 
     @functools.cache
     def linked(program: str, processor: str) -> pathlib.Path:
-        objects = [compiled(SOURCES / f"{name}.cc") for name in COMMON]
-        chosen = ["-DKVQ_AVX2"] if X86 else []
-        if X86:
-            for name in ("attention_avx2", "weights_avx2"):
-                objects.append(compiled(SOURCES / f"{name}.cc", *AVX2))
-        if processor == "avx512":
+        objects, chosen = [], ["-DKVQ_AVX2"] if X86 else []
+        if processor == "avx512":  # the longest first
             chosen = [*EVERY_PROCESSOR]
             for name in ("attention_avx512", "weights_avx512", "weights_vnni"):
                 objects.append(compiled(SOURCES / f"{name}.cc", *AVX2, *EMULATED))
-        choice = compiled(SOURCES / "processors.cc", *chosen, name=f"processors_{processor}")
+        if X86:
+            for name in ("attention_avx2", "weights_avx2"):
+                objects.append(compiled(SOURCES / f"{name}.cc", *AVX2))
+        objects += [compiled(SOURCES / f"{name}.cc") for name in COMMON]
+        objects.append(compiled(SOURCES / "processors.cc", *chosen, name=f"processors_{processor}"))
         # a plain loop over all entries takes most of the time
-        driver = compiled(pathlib.Path(__file__).with_name(f"{program}.cc"), "-O1")
-        output = folder / f"{program}_{processor}"
-        command = [compiler, *SANITIZED, driver, *objects, choice, "-o", str(output)]
-        subprocess.run(command, check=True)
-        return output
+        objects.append(compiled(pathlib.Path(__file__).with_name(f"{program}.cc"), "-O1"))
+        parts = [part.result() for part in objects]
+        return pathlib.Path(made(str(folder / f"{program}_{processor}"), *parts))
 
-    return linked
+    with threads:
+        yield linked
 
 
 @pytest.mark.parametrize(("name", "read", "processor"), PROGRAMS)
