@@ -54,6 +54,8 @@ CASES = {
     "8 bits": (tokens(8, 96, scale_dtype="bfloat16"), channels(8, 96, 8, scale_dtype="float32")),
     "1 and 6 bits": (tokens(1, 64, 4, 16), channels(6, 64, 4, 16)),
     "head dim 80": (tokens(4, 80), channels(2, 80, 16)),
+    "one group of 72": (channels(4, 72, 72), channels(3, 72, 72)),
+    "one group before RoPE": (channels(4, 72, 72, rotated=True), channels(2, 72, 24)),
     "head dim 8": (tokens(2, 8, 8, 8), channels(3, 8, 8, 8)),
     "blocks of 12": (tokens(4, 32, 12, 12), channels(2, 32, 2, 12)),
     "groups of 96": (tokens(3, 256, 96, 96), tokens(4, 256, 48, 96)),
