@@ -17,14 +17,29 @@ from kvq_jax.layer.known_heads import head_dim_of, heads_of
 # families whose attention is special in a way that no field of their config says
 SPECIAL_FAMILIES = {
     "deepseek_v4": "attention over compressed tokens",
+    "diffllama": "the difference of two softmaxes",
+    "diffusion_gemma_text": "tokens that see later ones",
+    "doge": "a mask that is computed from values",
+    "dory": "layers that run several times for each token",
+    "embedding_gemma2_text": "tokens that see later ones",
+    "esmc": "tokens that see later ones",
+    "eurobert": "tokens that see later ones",
     "gemma3n_text": "layers that share keys and values",
     "gpt_neo": "local attention and another scale",
     "granite_swa": "attention sinks of another form",
     "granitemoe_swa": "attention sinks of another form",
+    "jetmoe": "query heads that read KV heads in another order",
     "mimo_v2_flash": "layers of several head dims",
+    "minimax_m3_vl_text": "attention over chosen blocks of tokens",
+    "mllama_text_model": "layers that attend to images alone",
+    "muse_glimmer_assistant": "tokens that see later ones",
+    "t5gemma2_decoder": "one softmax over its own tokens and the encoder's",
+    "t5gemma2_text": "tokens that see later ones",
+    "ultrabert": "tokens that see later ones",
 }
-WITH_SINKS = ("gpt_oss",)
-UNSCALED = ("gemma4_text",)  # norms of queries and keys take the scale's place
+WITH_SINKS = ("flint", "gpt_oss")
+# norms of queries and keys, or weights, take the scale's place
+UNSCALED = ("dia_decoder", "gemma4_text")
 # families whose sliding_window holds in all layers. Others say which layers have one
 WINDOWS_EVERYWHERE = ("mistral", "mixtral", "phi3", "phimoe", "qwen3_moe", "starcoder2")
 SUPPORTED_LAYERS = ("full_attention", "sliding_attention")
@@ -70,6 +85,9 @@ def _unsupported(config: Any) -> str | None:
         return f"config field kv_lora_rank={rank} means that keys and values are latents"
     if shared := _field(config, "num_kv_shared_layers"):
         return f"config field num_kv_shared_layers={shared} makes layers share keys and values"
+    if len(heads := set(_field(config, "num_attention_heads_per_layer") or ())) > 1:
+        counts = " and ".join(map(str, sorted(heads)))
+        return f"config field num_attention_heads_per_layer has {counts} query heads"
     if both := _field(config, "use_bidirectional_attention"):
         return f"config field use_bidirectional_attention={both} lets tokens see later ones"
     window = _window(config)

@@ -23,6 +23,11 @@ REFUSED = {
     "LlamaConfig": ({"alibi": True}, "alibi=True"),
     "BitNetConfig": ({"sliding_window": 64}, "sliding_window=64 does not say which layers"),
     "Qwen3Config": ({"layer_types": ["full_attention"] * 3}, "3 entries for 2 layers"),
+    "DiffLlamaConfig": ({}, "model_type='diffllama' has the difference of two softmaxes"),
+    "DogeConfig": ({}, "model_type='doge' has a mask that is computed"),
+    "JetMoeConfig": ({}, "model_type='jetmoe' has query heads that read KV heads in another order"),
+    "MllamaTextConfig": ({}, "model_type='mllama_text_model' has layers that attend to images"),
+    "EuroBertConfig": ({}, "model_type='eurobert' has tokens that see later ones"),
 }
 WINDOW, GLOBAL = Attention(window=64), Attention()
 KINDS = ["sliding_attention", "full_attention"]
@@ -48,7 +53,35 @@ READ = {
     "GraniteConfig": ({"attention_multiplier": 0.5}, (Attention(scale=0.5),) * 2),
     "GraniteConfig, plain": ({"attention_multiplier": 32**-0.5}, ()),
     "CohereConfig": ({}, ()),
+    "DiaDecoderConfig": ({}, (Attention(scale=1.0),) * 2),
 }
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("minimax_m3_vl", "model_type='minimax_m3_vl_text' has attention over chosen blocks"),
+        ("diffusion_gemma", "model_type='diffusion_gemma_text' has tokens that see later ones"),
+        ("t5gemma2_decoder", "has one softmax over its own tokens and the encoder's"),
+        ("dory", "has layers that run several times"),
+    ],
+)
+@pytest.mark.usefixtures("types_unchecked")
+def test_the_attention_of_new_families_is_refused_by_name(name, reason):
+    if name not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"this release of transformers has no {name}")
+    config = transformers.CONFIG_MAPPING[name]().get_text_config()
+    with pytest.raises(NotImplementedError, match=reason):
+        kvq.init_cache("kivi:bits=4", config, 1, 128)
+
+
+@pytest.mark.usefixtures("types_unchecked")
+def test_layers_with_query_heads_of_their_own_are_refused():
+    config = config_of("LlamaConfig", {"num_attention_heads_per_layer": [4, 8]})
+    with pytest.raises(NotImplementedError, match="num_attention_heads_per_layer has 4 and 8 qu"):
+        kvq.init_cache("kivi:bits=4", config, 1, 128)
+    config.num_attention_heads_per_layer = [4, 4]
+    assert kvq.init_cache("kivi:bits=4", config, 1, 128).dims.attention == ()
 
 
 def config_of(name, fields):
