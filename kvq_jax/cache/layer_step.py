@@ -24,7 +24,7 @@ from kvq_jax.attention.dispatch import XLA, Implementation, Route
 from kvq_jax.cache.cache import CacheDims, check_held
 from kvq_jax.cache.call_layout import Layout, check_floats
 from kvq_jax.cache.layer_cache import LayerCache
-from kvq_jax.cache.parameters import missing_parameters, parameter_axes
+from kvq_jax.cache.parameters import misshapen_parameter, missing_parameters, parameter_axes
 from kvq_jax.cache.spec import parse
 from kvq_jax.cache.update import decode_layer, prefill_layer
 from kvq_jax.layer.plan import LayerPlan, LayerState
@@ -51,8 +51,8 @@ from kvq_jax.types.rope import Rope
 
 
 def check_parameters(spec: str, layer: int, plan: LayerPlan, params: Tree, taker: str) -> None:
-    """Raise ValueError if parameters are not those of one layer, or some that the layer's method
-    needs are missing. `taker` is the call that takes them."""
+    """Raise ValueError if parameters are not those of one layer, some that the layer's method needs
+    are missing, or some have the shapes of another spec. `taker` is the call that takes them."""
     if params and not _is_pair(params):
         raise ValueError(
             f"parameters of layer {layer} must be a pair (keys, values), which"
@@ -62,6 +62,11 @@ def check_parameters(spec: str, layer: int, plan: LayerPlan, params: Tree, taker
         raise ValueError(
             f"{spec!r} needs parameters for {missing} of layer {layer}:"
             f" kvq.parameters.prepare({spec!r}, dims, {layer}, ...) makes them, {taker} takes them"
+        )
+    if wrong := misshapen_parameter(plan, params):
+        raise ValueError(
+            f"parameters of layer {layer} are of another spec or model: for {spec!r} {wrong};"
+            f" kvq.parameters.prepare({spec!r}, dims, {layer}, ...) makes them"
         )
 
 

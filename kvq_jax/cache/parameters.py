@@ -196,6 +196,17 @@ def missing_parameters(plan: LayerPlan, params: Tree) -> str:
     return " and ".join(name for name, codec, side_params in sides if lacks(codec, side_params))
 
 
+def misshapen_parameter(plan: LayerPlan, params: Tree) -> str:
+    """Return a sentence about the first array whose shape is not the one that its codec declares,
+    such as that of another spec, "" if there is none."""
+    sides = zip(("keys", "values"), (plan.k, plan.v), by_side(params), strict=True)
+    for side, codec, side_params in sides:
+        for name, described in codec.learning.carried(plan.heads).items():
+            if (given := np.shape(side_params[name])) != described.shape:
+                return f"{name} of {side} must be {list(described.shape)}, got {list(given)}"
+    return ""
+
+
 def parameter_axes(plan: LayerPlan, dims: CacheDims, params: Tree) -> Tree:
     """Describe the axes of a layer's parameters (keys, values): a tree of `ArraySpec`, without
     sides that have none.

@@ -22,6 +22,7 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Int
 
+from kvq_jax.cache import layer_step
 from kvq_jax.cache.cache import Cache, check_cache, shardings
 from kvq_jax.cache.parameters import parameter_axes, parameters_by_layer
 from kvq_jax.cache.update import take_tokens
@@ -72,6 +73,8 @@ def trim(cache: Cache, lengths: Integers, parameters: tuple[Tree, ...] = ()) -> 
         raise ValueError(f"lengths must be at least 0, got {np.asarray(limits).tolist()}")
     check_windows(cache, limits)
     by_layer = parameters_by_layer(cache, parameters)
+    for layer, (plan, params) in enumerate(zip(cache.plans, by_layer, strict=True)):
+        layer_step.check_parameters(str(cache.spec), layer, plan, params, "trim(..., parameters)")
     return _apply(_trimmed, cache.placement, cache, limits, by_layer)
 
 

@@ -183,3 +183,24 @@ def test_weights_of_other_shapes_are_refused(spec: str, weight: dict[str, Any], 
     """A bias of one head was subtracted from all."""
     given = {name: jnp.ones(shape) for name, shape in weight.items()}
     refused(message, prepared, spec, weights=dataclasses.replace(WEIGHTS, **given))
+
+
+def test_the_parameters_of_another_spec_or_model_are_refused():
+    """Tables of levels for 3 bits were read as those for 4: other keys and values, in silence."""
+    fitted = kvq.parameters.calibrate(SPEC, DIMS, 0, rows(), ones(rows()))
+    own = kvq.parameters.prepare(SPEC, DIMS, 0, calibrated=fitted)
+    wide = SPEC.replace("bits=3", "bits=4")
+    of_wide = kvq.parameters.calibrate(wide, DIMS, 0, rows(), ones(rows()))
+    other = kvq.parameters.prepare(wide, DIMS, 0, calibrated=of_wide)
+    message = r"parameters of layer 0 are of another .*levels of keys must be \[8\], got \[16\]"
+    plan = kvq.layer_plan(SPEC, DIMS, layer=0, capacity=64, dtype="float32")
+    refused(message, plan.read, plan.init(1), parameters=other)
+    refused("levels of values must be", plan.read, plan.init(1), parameters=(own[0], other[1]))
+    dims = dataclasses.replace(dims_of(DIMS), num_hidden_layers=1)
+    cache = kvq.init_cache(SPEC, dims, 1, 64)
+    refused(message, kvq.begin, cache, 1, prefill=False, parameters=[other])
+    refused(message, kvq.rows.trim, cache, [0], (other,))
+    refused("needs parameters for keys and values", kvq.rows.trim, cache, [0])
+    heads = dataclasses.replace(dims, num_key_value_heads=1, num_attention_heads=2)
+    of_one_head = kvq.layer_plan(SPEC, heads, layer=0, capacity=64, dtype="float32")
+    refused("scale of keys must be", of_one_head.read, of_one_head.init(1), parameters=own)
