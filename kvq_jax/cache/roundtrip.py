@@ -102,24 +102,26 @@ def roundtrip(
     v: Float[Array, "B _ _ H"],
     q: Float[Array, "B _ _ H"] | None = None,
     *,
-    layout: Layout = "BNTH",
+    layout: Layout,
     layer: int | None = None,
 ) -> tuple[Float[Array, "B _ _ H"], Float[Array, "B _ _ H"]]:
     """Return keys and values as the body of a cache would return them for the tokens of a prompt.
 
     For methods without parameters that cache keys after RoPE. Others need
-    `kvq.cache.roundtrip_layer`.
+    `kvq.cache.roundtrip_layer`. Not for training: rounding passes no gradients on, and only the
+    largest and smallest entries of a group get any, through its scale.
 
     Args:
         spec: the cache, or its text.
-        k: [B, K, T, H], keys after RoPE, or [B, T, K, H] if `layout` says so.
+        k: keys after RoPE, [B, T, K, H] or [B, K, T, H], as `layout` says.
         v: values, as k.
-        q: [B, N, T, H] or [B, T, N, H], queries after RoPE, for methods that read them.
-        layout: the order of the axes of arguments and results.
+        q: queries after RoPE, [B, T, N, H] or [B, N, T, H], for methods that read them.
+        layout: "BTNH" or "BNTH", the order of the axes of arguments and results. It has no default,
+            because one that is not the caller's would mix up heads and tokens in silence.
         layer: the number of the layer, for specs that name layers, such as with skip_layers.
 
     Returns:
-        (k_hat, v_hat), fp32, in the shape of k.
+        (k_hat, v_hat), in the shape of k and the dtypes of k and v.
 
     Raises:
         ValueError: if the method needs more than that, or reads queries and q is None, shapes do
@@ -135,10 +137,12 @@ def roundtrip(
         raise ValueError(f"{str(spec)!r} names layers: give roundtrip the number of one, layer=")
     if layout == "BTNH":
         q = None if q is None else jnp.swapaxes(q, 1, 2)
-        k, v = roundtrip(spec, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), q, layer=layer)
+        k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
+        k, v = roundtrip(spec, k, v, q, layout="BNTH", layer=layer)
         return jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
     if q is None and spec.reads_queries:
         raise ValueError(f"{str(spec)!r} reads queries: give roundtrip q [B, N, T, H]")
+    k, v = jnp.asarray(k), jnp.asarray(v)
     batch, _, tokens, _ = k.shape
     positions = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), (batch, tokens))
     valid, queries = jnp.ones((batch, tokens), bool), k if q is None else q
@@ -154,11 +158,12 @@ def roundtrip(
         rope=None,
     )
     try:
-        return roundtrip_layer(spec, inputs, layer=layer or 0)[:2]
+        k_hat, v_hat, _ = roundtrip_layer(spec, inputs, layer=layer or 0)
     except MissingInputError as error:
         raise ValueError(
             f"{error}; kvq.cache.roundtrip_layer takes it, and the layer's parameters"
         ) from error
+    return k_hat.astype(k.dtype), v_hat.astype(v.dtype)
 
 
 def _names_layers(spec: CacheSpec) -> bool:

@@ -290,7 +290,7 @@ def layer_rows(llama):
 def roundtrip_error(before, after, spec):
     """Return the errors of keys and of values through a cache, each entry in units of the rows
     before they were stressed."""
-    hats = kvq.roundtrip(spec, *(jnp.asarray(rows) for rows in after))
+    hats = kvq.roundtrip(spec, *(jnp.asarray(rows) for rows in after), layout="BNTH")
     return [
         np.linalg.norm((hat - rows) * (old / rows)) / np.linalg.norm(old)
         for hat, rows, old in zip(hats, after, before, strict=True)

@@ -48,6 +48,10 @@ def rebuilt(layer: int) -> Any:
     return kvq.cache.roundtrip_layer(SPEC, inputs, layer=layer)
 
 
+def roundtrip(k: Any = K, v: Any = K, **options: Any) -> Any:
+    return kvq.roundtrip(SPEC, k, v, layout="BNTH", **options)
+
+
 FILE = pathlib.Path("never-written")
 OF_A_LAYER = "takes a cache of kvq.init_cache, got LayerCache; the cache of one layer goes to"
 MISTAKES = [
@@ -123,15 +127,15 @@ MISTAKES = [
         lambda: kvq.layer_plan(SPEC, kvq.CacheDims("2", 4, 2, 32, 64), layer=0, capacity=8),
         "num_hidden_layers='2' must be an integer of at least 1",
     ),
-    (lambda: kvq.roundtrip(SPEC, K, K, layer=-1), "layer=-1 must be an integer of at least 0"),
-    (lambda: kvq.roundtrip(SPEC, K, K, layer="0"), "layer='0' must be an integer of at least 0"),
+    (lambda: roundtrip(layer=-1), "layer=-1 must be an integer of at least 0"),
+    (lambda: roundtrip(layer="0"), "layer='0' must be an integer of at least 0"),
     (lambda: rebuilt(-1), "layer=-1 must be an integer from 0 to 4095"),
     (lambda: rebuilt(10**12), "layer=1000000000000 must be an integer from 0 to 4095"),
     (
-        lambda: kvq.roundtrip(SPEC, K.astype(int), K.astype(int)),
+        lambda: roundtrip(k=K.astype(int)),
         "k must hold floats, such as float32, got int32",
     ),
-    (lambda: kvq.roundtrip(SPEC, K, K.astype(complex)), "v must hold floats, such as float32, got"),
+    (lambda: roundtrip(v=K.astype(complex)), "v must hold floats, such as float32, got"),
     (
         lambda: kvq.CacheDims(2, 4, 2, 32, 64, attention=kvq.Attention(window=8)),
         "attention must be a kvq.Attention for each layer, got one: give (attention,) * num_hidd",

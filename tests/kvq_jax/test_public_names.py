@@ -87,7 +87,8 @@ import jax.numpy as jnp
 import kvq_jax as kvq
 assert "toy" not in kvq.methods.METHODS, "it is imported when it is asked for"
 k = jnp.arange(2 * 64 * 32.0).reshape(1, 2, 64, 32) % 7
-of_toy, of_kivi = (kvq.roundtrip(spec, k, k)[0] for spec in ("toy:bits=4", "kivi:bits=4"))
+specs = "toy:bits=4", "kivi:bits=4"
+of_toy, of_kivi = (kvq.roundtrip(spec, k, k, layout="BNTH")[0] for spec in specs)
 assert (of_toy == of_kivi).all()
 assert "kvq_jax.methods.waterfill" not in sys.modules, "a method is imported when it is looked up"
 print(kvq.Toy(bits=4), kvq.parse("k=toy+v=int4+cache:block=32"), kvq.methods.METHODS["toy"])

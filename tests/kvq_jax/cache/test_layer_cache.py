@@ -367,13 +367,30 @@ def test_a_roundtrip_is_of_the_layer_that_a_spec_names():
     rows = jnp.asarray(np.random.default_rng(0).standard_normal((1, 2, 32, 32)), jnp.float32)
     for spec in ("kivi:skip_layers=0", "waterfill:k_widths=4@0-1/2"):
         with pytest.raises(ValueError, match=f"{spec}' names layers: give roundtrip .*, layer="):
-            kvq.roundtrip(spec, rows, rows)
+            kvq.roundtrip(spec, rows, rows, layout="BNTH")
+    spec = "kivi:bits=2,skip_layers=0"
     exact, quantized = (
-        kvq.roundtrip("kivi:bits=2,skip_layers=0", rows, rows, layer=layer)[0] for layer in (0, 1)
+        kvq.roundtrip(spec, rows, rows, layout="BNTH", layer=layer)[0] for layer in (0, 1)
     )
     np.testing.assert_array_equal(exact, rows)
-    np.testing.assert_array_equal(quantized, kvq.roundtrip("kivi:bits=2", rows, rows)[0])
+    of_all = kvq.roundtrip("kivi:bits=2", rows, rows, layout="BNTH")[0]
+    np.testing.assert_array_equal(quantized, of_all)
     assert row_errors(quantized, rows).max() > 0.1
+
+
+def test_a_roundtrip_takes_the_layout_by_name_and_keeps_the_dtypes():
+    """Without a layout, arrays with tokens first would have been read as heads first."""
+    rows = jnp.asarray(np.random.default_rng(0).standard_normal((1, 32, 2, 32)), jnp.float32)
+    with pytest.raises(TypeError, match="required .*argument: 'layout'"):
+        kvq.roundtrip("kivi", rows, rows)
+    for layout in ("BTNH", "BNTH"):
+        k, v = kvq.roundtrip("kivi", rows.astype(jnp.bfloat16), rows, layout=layout)
+        assert (k.dtype, v.dtype) == (jnp.bfloat16, jnp.float32)
+    attended = jax.nn.dot_product_attention(
+        rows.astype(jnp.bfloat16),
+        *kvq.roundtrip("kivi", *[rows.astype(jnp.bfloat16)] * 2, layout="BTNH"),
+    )
+    assert attended.dtype == jnp.bfloat16
 
 
 @pytest.mark.usefixtures("types_unchecked")

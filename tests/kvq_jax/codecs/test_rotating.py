@@ -44,12 +44,14 @@ def test_the_rotation_is_what_files_of_caches_were_written_with():
 def test_the_body_holds_what_the_method_makes_of_rotated_rows(spec: str):
     k, v = outliers(0), outliers(1)
     plain, matrix = spec + (":" if ":" not in spec else ","), rotation(64)
-    found = kvq.roundtrip(f"{plain}rotate=true", jnp.asarray(k), jnp.asarray(v))
+    found = kvq.roundtrip(f"{plain}rotate=true", jnp.asarray(k), jnp.asarray(v), layout="BNTH")
     wanted = [
         np.asarray(rows) @ matrix
-        for rows in kvq.roundtrip(spec, jnp.asarray(k @ matrix.T), jnp.asarray(v @ matrix.T))
+        for rows in kvq.roundtrip(
+            spec, jnp.asarray(k @ matrix.T), jnp.asarray(v @ matrix.T), layout="BNTH"
+        )
     ]
-    without = kvq.roundtrip(spec, jnp.asarray(k), jnp.asarray(v))
+    without = kvq.roundtrip(spec, jnp.asarray(k), jnp.asarray(v), layout="BNTH")
     for one, other, unrotated, given in zip(found, wanted, without, (k, v), strict=True):
         steps = np.abs(np.asarray(one) - other) > 1e-3 * np.abs(given).max()
         assert steps.mean() <= 1e-3, f"{steps.mean():.4f} of the entries differ"

@@ -114,8 +114,8 @@ def rows() -> tuple[np.ndarray, np.ndarray]:
 def test_without_a_product_and_outliers_it_is_kivi():
     k, v = map(jnp.asarray, rows())
     for one, other in zip(
-        kvq.roundtrip("gear:outliers=0,rank=0,group_size=32", k, v),
-        kvq.roundtrip("kivi", k, v),
+        kvq.roundtrip("gear:outliers=0,rank=0,group_size=32", k, v, layout="BNTH"),
+        kvq.roundtrip("kivi", k, v, layout="BNTH"),
         strict=True,
     ):
         np.testing.assert_array_equal(one, other)
@@ -128,7 +128,7 @@ def test_outliers_of_many_heads_have_shorter_runs_that_16_bits_can_count():
     assert isinstance(plan.k, GearCodec)
     assert plan.k.pool == Pool(32, 2 * 7 * heads * 128, overflows=False)
     rows = np.random.default_rng(0).normal(size=(1, heads, 64, 128)).astype(np.float32)
-    for read in kvq.roundtrip(spec, jnp.asarray(rows), jnp.asarray(rows)):
+    for read in kvq.roundtrip(spec, jnp.asarray(rows), jnp.asarray(rows), layout="BNTH"):
         assert np.sqrt(np.mean((np.asarray(read) - rows) ** 2)) < 0.15
 
 

@@ -64,9 +64,8 @@ def reference(x: np.ndarray, side: str, bits: int, minimum: float) -> np.ndarray
 @pytest.mark.parametrize(("bits", "floor"), [(4, 0.0), (2, 0.741)])
 def test_the_body_is_what_the_equations_say(bits: int, floor: float):
     exact = rows(1.0)
-    read = kvq.roundtrip(
-        f"{SPEC},bits={bits},floor={floor}", *(jnp.asarray(x, jnp.float32) for x in exact)
-    )
+    fp32 = (jnp.asarray(x, jnp.float32) for x in exact)
+    read = kvq.roundtrip(f"{SPEC},bits={bits},floor={floor}", *fp32, layout="BNTH")
     minimum = np.log(floor) if floor else -10.0
     for side, x, one in zip("kv", exact, read, strict=True):
         wanted, scale = reference(x, side, bits, minimum), np.abs(x).max()
@@ -83,7 +82,8 @@ def test_the_size_of_rows_changes_nothing_without_a_floor():
     for floor in (0.0, 0.741):
         for size in (1.0, 0.01):
             v = jnp.asarray(size * x, jnp.float32)
-            read = np.asarray(kvq.roundtrip(f"{SPEC},bits=4,floor={floor}", v, v)[0])
+            spec = f"{SPEC},bits=4,floor={floor}"
+            read = np.asarray(kvq.roundtrip(spec, v, v, layout="BNTH")[0])
             errors[floor, size] = np.linalg.norm(read - size * x) / np.linalg.norm(size * x)
     assert errors[0.0, 0.01] == pytest.approx(errors[0.0, 1.0], rel=0.02)
     assert errors[0.741, 0.01] > 1.2 * errors[0.0, 0.01]

@@ -25,7 +25,8 @@ def test_the_body_is_what_the_equations_say():
     )
     k[:, :, 5] = 0
     spec = f"oscar_omni:group_size={GROUP},scale_dtype=float32,block=32"
-    read_k, read_v = (np.asarray(x)[0] for x in kvq.roundtrip(spec, *(map(jnp.float32, (k, v)))))
+    found = kvq.roundtrip(spec, *map(jnp.float32, (k, v)), layout="BNTH")
+    read_k, read_v = (np.asarray(x)[0] for x in found)
     turned = k[0] @ matrix.T
     by_norm, by_head, plain = (keys_by_norm(turned, over) @ matrix for over in ((0, 2), (2,), ()))
     wanted = {"k": by_norm, "v": rounded(v[0] @ matrix.T, axis=2) @ matrix}

@@ -55,9 +55,8 @@ def test_the_body_is_what_the_equations_say():
     k, v = (
         rng.normal(size=(1, 2, 32, 64)) * np.exp(rng.normal(size=(1, 2, 32, 1))) for _ in range(2)
     )
-    found = kvq.roundtrip(
-        "turboquant:scale_dtype=float32", jnp.asarray(k, jnp.float32), jnp.asarray(v, jnp.float32)
-    )
+    spec, fp32 = "turboquant:scale_dtype=float32", map(jnp.float32, (k, v))
+    found = kvq.roundtrip(spec, *fp32, layout="BNTH")
     for one, rows in zip(found, (k, v), strict=True):
         norm = np.linalg.norm(rows, axis=-1, keepdims=True)
         turned = rows @ matrix.T / norm

@@ -30,7 +30,7 @@ def logits_error(spec, pair):
     q, keys = (
         kvq.types.rotate(x, positions, rope) for x in (q, k + biased(pair)[None, None, None])
     )
-    stored, _ = kvq.roundtrip(spec, keys, keys, q=q)
+    stored, _ = kvq.roundtrip(spec, keys, keys, q=q, layout="BNTH")
     return float(jnp.std(jnp.einsum("bnth,bksh->ts", q, stored - keys))) / np.sqrt(128)
 
 
