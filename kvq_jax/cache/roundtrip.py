@@ -14,7 +14,8 @@ from jaxtyping import Array, Float
 
 from kvq_jax.cache.cache import CacheDims
 from kvq_jax.cache.call_layout import Layout, check_floats, tokens_of
-from kvq_jax.cache.spec import MAX_LAYERS, CacheSpec, parse
+from kvq_jax.cache.method_text import MAX_LAYERS
+from kvq_jax.cache.spec import CacheSpec, parse
 from kvq_jax.codecs.codec import MissingInputError, TokensAt
 from kvq_jax.layer import cross_layer
 from kvq_jax.layer.attention import PLAIN, Attention

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 
 from kvq_jax.cache.cache import Cache
 from kvq_jax.cache.dims import SIZES, CacheDims
-from kvq_jax.cache.spec import MAX_LAYERS, parse
+from kvq_jax.cache.method_text import MAX_LAYERS
+from kvq_jax.cache.spec import parse
 
 FORMAT = "kvq-cache"
 VERSION, WITHOUT_INTACT, WITHOUT_CHECKSUM = "3", "2", "1"

@@ -12,7 +12,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from kvq_jax.cache.spec import CACHE_OPTIONS, CacheSpec, parse, value_text, write_layers
+from kvq_jax.cache.method_text import value_text, write_layers
+from kvq_jax.cache.spec import CacheSpec, parse
+from kvq_jax.methods.base import CACHE_OPTIONS, Method
 from kvq_jax.methods.registry import METHODS, register_installed
 from kvq_jax.types.integers import integer
 
@@ -33,12 +35,12 @@ def spec_class(name: str) -> Callable[..., CacheSpec] | None:
     if (method := names().get(name)) is None:
         register_installed()
         method = names().get(name)
-    return None if method is None else _made(name, method)
+    return None if method is None else _made(name, METHODS[method])
 
 
 @functools.cache
-def _made(public: str, name: str) -> Callable[..., CacheSpec]:
-    method = METHODS[name]
+def _made(public: str, method: Method) -> Callable[..., CacheSpec]:
+    name = method.name
     options = {field.name: field for field in method.options()}
 
     def make(**values: Any) -> CacheSpec:

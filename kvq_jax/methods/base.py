@@ -18,6 +18,9 @@ from kvq_jax.codecs.codec import Codec, Side
 from kvq_jax.codecs.rotating import rotated
 from kvq_jax.types.array_types import ModelDims
 
+# options of every cache, which no method may name
+CACHE_OPTIONS = ("sink", "recent", "block", "skip_layers", "subtract_bias")
+
 
 @dataclasses.dataclass(frozen=True)
 class PerLayer:

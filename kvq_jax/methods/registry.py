@@ -12,6 +12,7 @@ Such a method has the whole interface of docs/adding_a_method.md, which may chan
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import importlib.metadata
@@ -19,7 +20,7 @@ import re
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
-from kvq_jax.methods.base import Method
+from kvq_jax.methods.base import CACHE_OPTIONS, Method
 
 # name in a spec: folder, class, and the arguments of its default instance
 _BUILT_IN: dict[str, tuple[Any, ...]] = {
@@ -104,19 +105,73 @@ ENTRY_POINTS = "kvq_jax.methods"  # the group in a package's metadata
 def register(method: Method) -> None:
     """Add a method to the table, under its name.
 
+    Its options must have the defaults of its class, because a spec names only those that differ
+    from them. A class that is defined again, as in a notebook, takes the place of the one before.
+
     Raises:
-        ValueError: in one line, if the name is taken by another method, or no spec can write it.
+        ValueError: in one line, if the name is taken by another class, or no spec can write the
+            name or an option.
         TypeError: if it is not an instance of `Method`.
     """
     if not isinstance(method, Method):
         raise TypeError(
             f"register takes an instance of kvq_jax.methods.base.Method, got {method!r}"
         )
+    for text in ("name", "summary", "source"):
+        if not isinstance(getattr(method, text, None), str):
+            raise ValueError(f"{type(method).__name__} needs {text}: ClassVar[str] = ...")
     name = method.name
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         raise ValueError(f"a method's name is lower-case letters, digits and _, got {name!r}")
-    if METHODS.setdefault(name, method) != method:
-        raise ValueError(f"the name {name!r} is taken by {type(METHODS[name]).__name__}")
+    _check_options(method)
+    before = METHODS.get(name, method)
+    if _origin(before) != _origin(method):
+        raise ValueError(
+            f"the name {name!r} is taken by {type(before).__name__}: give {type(method).__name__}"
+            " another"
+        )
+    if before != method or name not in METHODS:
+        METHODS[name] = method
+
+
+def _origin(method: Method) -> tuple[str, str]:
+    """Return the place of a method's class in the source, which a class defined again shares."""
+    return type(method).__module__, type(method).__qualname__
+
+
+def _check_options(method: Method) -> None:
+    """Raise ValueError, in one line, if a spec could not set or write an option of a method."""
+    own, name = type(method), type(method).__name__
+    for base in own.__mro__:
+        for field, value in vars(base).items():
+            if isinstance(value, dataclasses.Field):
+                raise ValueError(
+                    f"{field} of {base.__name__} is no option yet: put"
+                    " @dataclasses.dataclass(frozen=True) above the class"
+                )
+    for field in dataclasses.fields(method):
+        given = field.default
+        if "help" not in field.metadata:
+            if given is not dataclasses.MISSING:
+                raise ValueError(
+                    f"{field.name} of {name} is no option that a spec can set: declare it as"
+                    f" {field.name} = option({given!r}, 'what it does')"
+                )
+            continue
+        if field.name in (*CACHE_OPTIONS, "preset"):
+            raise ValueError(
+                f"{field.name} of {name} has the name of an option of every cache: give it another"
+            )
+        if not isinstance(given, bool | int | float | str):
+            raise ValueError(
+                f"{field.name} of {name} must have a default that is a truth value, a number or a"
+                f" text, got {given!r}"
+            )
+        if (value := getattr(method, field.name)) != given:
+            raise ValueError(
+                f"register {name} with its default options: {field.name}={value!r} belongs into its"
+                f" class, as option({value!r}, ...)"
+            )
 
 
 @functools.cache

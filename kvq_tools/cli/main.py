@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from kvq_models.did_you_mean import hint
+from kvq_jax.did_you_mean import hint
 from kvq_tools import chat_template
 from kvq_tools.cli import console, interruption
 

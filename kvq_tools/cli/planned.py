@@ -15,7 +15,6 @@ from typing import NamedTuple
 import kvq_jax as kvq
 from kvq_jax.cache.spec import CacheSpec
 from kvq_models.calibration.file import check_calibration
-from kvq_models.did_you_mean import with_hint
 from kvq_models.llama.open_checkpoint import read_config
 from kvq_tools.cli.console import UserError, input_errors
 from kvq_tools.cli.options.values import refusal
@@ -69,7 +68,7 @@ def _plan(text: str, options: argparse.Namespace) -> StoredPlan:
     try:
         spec = kvq.parse(METHOD + colon + settings if name == AUTO else text)
     except ValueError as error:
-        raise refusal(options.command, "--cache", with_hint(str(error))) from None
+        raise refusal(options.command, "--cache", str(error)) from None
     if name != AUTO or options.model is None:  # a command without its model refuses that itself
         return StoredPlan(spec, None)
     with input_errors():

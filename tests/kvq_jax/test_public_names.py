@@ -5,14 +5,17 @@ import dataclasses
 import importlib.metadata
 import inspect
 import pathlib
+import re
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
 import kvq_jax as kvq
 from kvq_jax.cache import spec_classes
 from kvq_jax.methods import registry
+from kvq_jax.methods.base import Method, Windows, option
 from kvq_jax.methods.registry import METHODS
 from kvq_jax.moved_names import MOVED
 
@@ -138,5 +141,78 @@ def test_a_class_of_the_name_of_ours_has_another_name(monkeypatch: pytest.Monkey
 
 def test_a_name_is_registered_once():
     kvq.methods.register(METHODS["kivi"])  # the same again changes nothing
-    with pytest.raises(ValueError, match="the name 'kivi' is taken by Kivi"):
+    with pytest.raises(ValueError, match="register Kivi with its default options: rotate=True"):
         kvq.methods.register(dataclasses.replace(METHODS["kivi"], rotate=True))
+
+
+class Mine(Method):
+    """A method that lacks nothing, for the classes below."""
+
+    name = "mine"
+    summary = "a method of a test"
+    source = "this file"
+
+    def windows(self) -> Windows:
+        return Windows(0, 16, 16)
+
+    def codec(self, side: Any, layer: int, dims: Any, block: int, dtype: str) -> Any:
+        raise NotImplementedError
+
+
+def options_of(**fields: Any) -> type[Method]:
+    """Return a dataclass with these options, or other attributes, over `Mine`."""
+    own = {f: v for f, v in fields.items() if isinstance(v, dataclasses.Field)}
+    others = {f: v for f, v in fields.items() if f not in own}
+    made = [(f, type(v.default), v) for f, v in own.items()]
+    return dataclasses.make_dataclass("Own", made, bases=(Mine,), frozen=True, namespace=others)
+
+
+def without_dataclass() -> Method:
+    class Own(Mine):
+        bits: int = option(4, "bits of a code")
+
+    return Own()
+
+
+@pytest.mark.usefixtures("types_unchecked")
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: options_of(bits=option(4, "b"))(bits=2), "with its default options: bits=2 bel"),
+        (lambda: options_of(recent=option(4, "r"))(), "recent of Own has the name of an option of"),
+        (lambda: options_of(bits=option(None, "b"))(), "bits of Own must have a default that is"),
+        (lambda: options_of(sizes=option((1, 2), "s"))(), "sizes of Own must have a default that"),
+        (lambda: options_of(bits=dataclasses.field(default=4))(), "bits = option(4, 'what it doe"),
+        (
+            without_dataclass,
+            "bits of Own is no option yet: put @dataclasses.dataclass(frozen=True)",
+        ),
+        (lambda: options_of(summary=None)(), "Own needs summary: ClassVar[str]"),
+        (lambda: options_of(name="Mine")(), "a method's name is lower-case letters, digits and _"),
+    ],
+)
+def test_a_method_that_no_spec_could_write_is_not_registered(make: Any, message: str):
+    """Each was taken, and its options did nothing or were read back as others."""
+    with pytest.raises(ValueError, match=rf"\A.*{re.escape(message)}.*\Z"):
+        kvq.methods.register(make())
+    assert "mine" not in METHODS
+
+
+def test_a_class_that_is_defined_again_takes_its_own_place(monkeypatch: pytest.MonkeyPatch):
+    """As a cell of a notebook does that runs twice."""
+    monkeypatch.setattr(METHODS, "_methods", dict(METHODS._methods))
+    first, again = (options_of(bits=option(bits, "bits of a code")) for bits in (4, 2))
+    kvq.methods.register(first())
+    kvq.methods.register(first())
+    assert (kvq.parse("mine").k.bits, kvq.Own().k.bits) == (4, 4)
+    kvq.methods.register(again())
+    assert (kvq.parse("mine").k.bits, kvq.Own().k.bits) == (2, 2)
+    assert inspect.signature(kvq.Own).parameters["bits"].default == 2
+    other = type("Other", (Mine,), {})
+    with pytest.raises(ValueError, match="'mine' is taken by Own: give Other another"):
+        kvq.methods.register(other())
+
+
+def test_every_method_of_ours_could_be_registered():
+    for method in METHODS.values():
+        kvq.methods.register(method)

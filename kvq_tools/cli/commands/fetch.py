@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from kvq_models.did_you_mean import hint
+from kvq_jax.did_you_mean import hint
 from kvq_models.named_models.fetch import fetch
 from kvq_models.named_models.published import PUBLISHED, PublishedModel, megabytes
 from kvq_tools.cli import interruption

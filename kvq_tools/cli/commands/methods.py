@@ -9,10 +9,9 @@ from typing import Any
 import kvq_jax as kvq
 from kvq_jax.attention import dispatch
 from kvq_jax.cache.cache import CacheDims
-from kvq_jax.cache.spec import CACHE_OPTIONS
-from kvq_jax.methods.base import Method
+from kvq_jax.did_you_mean import hint
+from kvq_jax.methods.base import CACHE_OPTIONS, Method
 from kvq_jax.methods.registry import register_installed
-from kvq_models.did_you_mean import with_hint
 from kvq_tools.cli import cache_sizes
 from kvq_tools.cli.console import format_bytes, print_json
 from kvq_tools.cli.options.values import refusal
@@ -35,9 +34,10 @@ def run(options: argparse.Namespace) -> None:
     register_installed()
     for name in options.names:
         if name not in kvq.methods.METHODS:
-            known = ", ".join(kvq.methods.METHODS)
-            why = with_hint(f"unknown cache method {name!r}; methods: {known}")
-            raise refusal("methods", "NAME", why)
+            known = kvq.methods.METHODS
+            why = f"unknown cache method {name!r}; methods: {', '.join(known)}"
+            nearest = hint(name, known)
+            raise refusal("methods", "NAME", f"{why}.{nearest}" if nearest else why)
     described = [
         describe(kvq.methods.METHODS[name]) for name in options.names or kvq.methods.METHODS
     ]

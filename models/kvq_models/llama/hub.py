@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from kvq_models.did_you_mean import hint
+from kvq_jax.did_you_mean import hint
 from kvq_models.llama.hf_directory import CONFIG_FILES, INDEX_FILE
 from kvq_models.llama.hf_tokenizer import TOKENIZER_EXTRAS, TOKENIZER_FILES
 from kvq_models.llama.quantized.quantization_config import OWN_FILES

@@ -166,7 +166,11 @@ def test_total_bits_count_the_sign():
         ("kivi:bits=7", ("bits=7", "2, 3, 4, 8")),
         ("kivi:bits=two", ("bits=two", "2 | 3 | 4 | 8")),
         ("innerq:mode=best", ("mode=best", "hybrid, sym, asym")),
-        ("innerq:normalize=maybe", ("normalize=maybe", "bool")),
+        ("innerq:normalize=maybe", ("normalize=maybe", "true or false")),
+        ("KIVI", ("'KIVI'", "Did you mean kivi?")),
+        ("kivi,bits=2", ("'kivi,bits=2'", "Did you mean kivi:bits=2?")),
+        ("none", ("'none'", "Did you mean dense?")),
+        ("kivi:grup_size=16", ("'grup_size'", "Did you mean group_size?")),
         ("kivi:bits", ("'bits'", "option=value")),
         ("kivi:bits=2,bits=4", ("bits", "twice")),
         ("kivi:group_size=-8", ("group_size=-8", "negative")),
@@ -194,14 +198,48 @@ def test_errors_are_one_line_and_list_what_is_allowed(text: str, parts: tuple[st
 
 def test_a_spec_built_by_hand_is_checked_before_it_is_used():
     polar, dense = (kvq.methods.METHODS[name] for name in ("polarquant", "dense"))
-    for spec, message in (
-        (kvq.cache.CacheSpec(dense, polar, 0, 0, 128), "write v=dense"),
-        (kvq.cache.CacheSpec(dense, dense, 0, 0, 0), "block=0 is too small"),
-    ):
+    for spec, message in ((kvq.cache.CacheSpec(dense, polar, 0, 0, 128), "write v=dense"),):
         with pytest.raises(ValueError, match=ONE_LINE) as error:
             kvq.init_cache(spec, DIMS, 1, 64)
         assert message in str(error.value)
     kvq.init_cache(kvq.cache.CacheSpec(polar, polar, 0, 0, 128), DIMS, 1, 64)
+
+
+KIVI = kvq.parse("kivi")
+
+
+@pytest.mark.usefixtures("types_unchecked")
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"block": 0}, "block=0 must be at least 1 and below"),
+        ({"recent": -5}, "recent=-5 must be at least 0 and below"),
+        ({"recent": 1.5}, "recent=1.5 must be at least 0 and below"),
+        ({"skip_layers": (-1,)}, "skip_layers=(-1,) must be layers from 0 to 4095"),
+        ({"skip_layers": (5000,)}, "skip_layers=(5000,) must be layers from 0 to 4095"),
+        ({"k": KIVI}, "k must be a method, such as kvq.parse('kivi').k, got CacheSpec"),
+        ({"k": {"bits": 5}}, "kivi:bits=5 is not allowed; choose from 2, 3, 4, 8"),
+        ({"v": {"bits": PerLayer(((2, 3, 1),), 2)}}, "kivi:bits=2@3-1/2: no layer is in 3-1"),
+        ({"v": {"group_size": -1}}, "kivi:group_size=-1 must be not negative"),
+    ],
+)
+def test_a_spec_whose_text_could_not_be_read_is_not_made(changes: dict[str, Any], message: str):
+    methods = {
+        side: dataclasses.replace(KIVI.k, **value)
+        for side, value in changes.items()
+        if isinstance(value, dict)
+    }
+    with pytest.raises(ValueError, match=ONE_LINE) as error:
+        dataclasses.replace(KIVI, **changes | methods)
+    assert message in str(error.value)
+
+
+@pytest.mark.usefixtures("types_unchecked")
+def test_a_spec_of_numbers_of_numpy_is_that_of_its_text():
+    given: Any = {"skip_layers": [np.int64(3), 0, 3], "recent": np.int64(8)}
+    spec = dataclasses.replace(KIVI, **given)
+    assert spec == kvq.parse("kivi:skip_layers=0/3,recent=8") == kvq.parse(str(spec))
+    assert hash(spec) == hash(kvq.parse(str(spec)))
 
 
 def test_no_method_makes_a_block_of_nothing():
