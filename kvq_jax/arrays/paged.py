@@ -59,7 +59,8 @@ class PagedBody:
             width = new.shape[axis] // entries
 
             def write_block(i: Array, pages: Array) -> Array:
-                i = i.astype(first.dtype)  # int64 if jax_enable_x64 is set
+                # int64 if jax_enable_x64 is set, and an int of Python under jax.disable_jit
+                i = jnp.asarray(i, first.dtype)
                 b, place = i // width, i % width
                 page = self.table[b, jnp.minimum(first[b] + place, last)]
                 row = lax.dynamic_slice_in_dim(new, b, 1)

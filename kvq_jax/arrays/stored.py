@@ -125,7 +125,8 @@ def store_blocks(block: Tree, stored: Tree, values: Tree, first: LengthsB, count
 
     def looped(stored: Tree, new: Tree, first: Array, count: Array) -> Tree:
         def write_row(b: Array, rows: Tree) -> Tree:
-            b = b.astype(first.dtype)  # int64 if jax_enable_x64 is set
+            # int64 if jax_enable_x64 is set, and an int of Python under jax.disable_jit
+            b = jnp.asarray(b, first.dtype)
             updates = jax.tree.map(lambda array: lax.dynamic_slice_in_dim(array, b, 1), new)
             return write(rows, updates, first[b], count[b], b)
 

@@ -46,7 +46,9 @@ def with_blocks(
     count: LengthsB,
     route: Route,
 ) -> Tree:
-    """Return the body with the leading count[b] blocks of `coded` from block first[b] on."""
+    """Return the body with the leading count[b] blocks of `coded` from block first[b] on. Raise
+    ValueError, in one line, if they are not the arrays that the codec describes."""
+    _check_coded(plan, codec, coded, len(first))
     regions, spec = plan.regions, codec.body(1, 1, plan.regions.block)
     if not regions.wraps:
         return dispatch.store_blocks(spec, stored, coded, first, count, route)
@@ -59,6 +61,28 @@ def with_blocks(
     # the others go to the first slots
     coded = jax.tree.map(lambda spec, array: _rolled(spec, array, before_end), spec, coded)
     return dispatch.store_blocks(spec, stored, coded, 0 * at, count - before_end, route)
+
+
+def _check_coded(plan: LayerPlan, codec: Codec, coded: Tree, batch: int) -> None:
+    described = codec.body(batch, plan.heads, plan.regions.block)
+    side = next(name for name, own in zip(plan.names, plan.codecs, strict=True) if own is codec)
+    made = f"{type(codec).__name__}.quantize of {side}"
+    wanted, given = jax.tree.structure(described), jax.tree.structure(coded)
+    if given != wanted:
+        raise ValueError(f"{made} returned {given}, and its body describes {wanted}")
+    arrays = zip(
+        jax.tree_util.tree_leaves_with_path(described), jax.tree.leaves(coded), strict=True
+    )
+    for (path, spec), array in arrays:
+        expected, shape, tokens = list(spec.shape), list(array.shape), spec.axis("tokens")
+        if len(shape) == len(expected) and shape[tokens] % spec["tokens"].size == 0:
+            expected[tokens] = shape[tokens]  # of as many blocks as are coded
+        if shape != expected or array.dtype != spec.dtype:
+            name = jax.tree_util.keystr(path) or "its array"
+            raise ValueError(
+                f"{made} returned {array.dtype.name} {shape} for {name}, and its body describes"
+                f" {spec.dtype} {expected}"
+            )
 
 
 def _rolled(spec: BodySpec, array: Array, blocks: Int[Array, "B"]) -> Array:

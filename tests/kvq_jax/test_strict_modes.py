@@ -11,9 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvq_jax.arrays.paged import PagedBody
+from kvq_jax.arrays.stored import BodySpec, store_blocks
 from kvq_jax.attention import dispatch
 from kvq_jax.attention.dispatch import NATIVE, XLA, Route
 from kvq_jax.cache.update import decode_layer, prefill_layer
+from kvq_jax.types.array_types import Axis
 from pallas_kernels.launch import Launch
 from tests.compile_options import QUICK_COMPILE
 from tests.kvq_jax.layer_runs import (
@@ -137,3 +140,19 @@ def test_gpu_kernels_are_the_same_under_x64(tokens):
         wide = lower_for_cuda(step, state, inputs)
     assert kernels_of(wide) == kernels_of(plain), "a kernel has other code under x64"
     assert len(kernels_of(plain)) >= 2
+
+
+@pytest.mark.usefixtures("types_unchecked")
+def test_blocks_are_stored_without_jit():
+    """Under jax.disable_jit, the indices of loops are integers of Python."""
+    block = BodySpec((Axis("batch", 1), Axis("tokens", 4)), "int8")
+    empty_body, new = jnp.zeros((2, 16), jnp.int8), jnp.arange(1, 17, dtype=jnp.int8).reshape(2, 8)
+    first, count = jnp.array([1, 2], jnp.int32), jnp.array([2, 1], jnp.int32)
+    pages, table = jnp.zeros((8, 4), jnp.int8), jnp.arange(8, dtype=jnp.int32).reshape(2, 4)
+    paged = PagedBody(pages, table)
+    with jax.disable_jit():
+        stored = store_blocks(block, empty_body, new, first, count)
+        in_pages = store_blocks(block, paged, new, first, count)
+    wanted = [[0] * 4 + list(range(1, 9)) + [0] * 4, [0] * 8 + list(range(9, 13)) + [0] * 4]
+    np.testing.assert_array_equal(stored, wanted)
+    np.testing.assert_array_equal(in_pages.pages.reshape(2, 16), wanted)

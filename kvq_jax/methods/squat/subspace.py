@@ -49,7 +49,7 @@ def gram(
 
     def add(i: Array, total: Array) -> Array:
         # The last chunk starts early and leaves out the tokens that were counted before.
-        i = i.astype(jnp.int32)  # int64 if jax_enable_x64 is set
+        i = jnp.asarray(i, jnp.int32)  # int64 if jax_enable_x64 is set, an int under disable_jit
         at = jnp.minimum(i * chunk, tokens - chunk)
         part = lax.dynamic_slice_in_dim(rows, at, chunk, 3).astype(jnp.float32)
         new = (at + jnp.arange(chunk, dtype=jnp.int32) >= i * chunk)[None]

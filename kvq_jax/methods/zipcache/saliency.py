@@ -61,7 +61,7 @@ def probes_of(inputs: LayerInputs, count: int, attention: Attention = PLAIN) -> 
 
     def add(i: Array, total: Array) -> Array:
         # The last chunk starts early and leaves out the keys that were counted before.
-        i = i.astype(jnp.int32)  # int64 if jax_enable_x64 is set
+        i = jnp.asarray(i, jnp.int32)  # int64 if jax_enable_x64 is set, an int under disable_jit
         at = jnp.minimum(i * chunk, tokens - chunk)
         keys = lax.dynamic_slice_in_dim(inputs.k_rot, at, chunk, 2).astype(jnp.float32)
         index = at + jnp.arange(chunk, dtype=jnp.int32)
