@@ -32,10 +32,11 @@ from kvq_jax.types.integers import positive
 from kvq_jax.types.pytree import describe, pytree
 
 DTYPES = ("bfloat16", "float32", "float16")  # of full-precision rows
+SHORT = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
 
 
 @pytree
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Cache:
     """A cache for B sequences, a pytree. Build it with `init_cache`.
 
@@ -282,7 +283,8 @@ def check_cache(cache: Cache) -> None:
     """Raise ValueError if this is not a cache of `init_cache`, or a call has consumed it."""
     if not isinstance(cache, Cache):
         remedy = {
-            "LayerCache": "; the cache of one layer goes to the plan that made it",
+            "LayerCache": "; its plan attends, appends, reads and trims the cache of one layer, and"
+            " jax.tree.map selects rows",
             "Step": "; kvq.finish(step) returns the cache",
         }.get(type(cache).__name__, "")
         raise ValueError(
@@ -332,6 +334,7 @@ def row_dtype(config: ModelDims | None, dtype: DTypeLike | None) -> str:
     torch.float32."""
     wanted = getattr(config, "dtype", None) if dtype is None else dtype
     text = str(wanted).removeprefix("torch.") if wanted is not None else DTYPES[0]
+    text = SHORT.get(text, text)
     try:
         name = text if text in DTYPES else jnp.dtype(wanted).name
     except TypeError:

@@ -29,7 +29,9 @@ def tokens_of(name: str, array: Rows, layout: Layout) -> int:
     if len(shape) != 4:
         given = shape or type(array).__name__
         raise ValueError(f"{name} must be an array [{', '.join(layout)}], got {given}")
-    return shape[layout.index("T")]
+    if not (tokens := shape[layout.index("T")]):
+        raise ValueError(f"{name} must hold at least one token, got shape {list(shape)}")
+    return tokens
 
 
 def check_floats(name: str, array: Array) -> None:

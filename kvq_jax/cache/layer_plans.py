@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from kvq_jax.attention import reference
 from kvq_jax.attention.dispatch import Implementation
-from kvq_jax.cache import call_layout, display, layer_step
+from kvq_jax.cache import call_attention, call_layout, display, layer_step, row_operations
 from kvq_jax.cache.cache import CacheDims, dims_of, plans, row_dtype
 from kvq_jax.cache.dims import check_layer
 from kvq_jax.cache.layer_cache import LayerCache
@@ -182,8 +182,20 @@ class CachePlan:
         layer_step.check_made(cache, self.layer, self.dtype)
         arrays = dict(q=q, k=k, v=v, q_pre=q_pre, k_pre=k_pre, x=x, residual=residual, sinks=sinks)
         inputs, shift = self._inputs(cache, arrays, rope, lengths, layout, padding)
-        asked = self._attending(scale, window, soft_cap, sinks, lse)
-        out, after = asked._run(cache, inputs, parameters, prefill, implementation)
+        asked = call_attention.attending(
+            self.layer,
+            self.spec,
+            self.number,
+            self.dims,
+            self.dtype,
+            scale=scale,
+            window=window,
+            soft_cap=soft_cap,
+            sinks=sinks,
+            lse=lse,
+        )
+        own = dataclasses.replace(self, layer=asked)
+        out, after = own._run(cache, inputs, parameters, prefill, implementation)
         out = call_layout.unshifted(out, shift, axis=2)
         out = out if layout == "BNTH" else jnp.swapaxes(out, 1, 2)
         return (out[..., :-1].astype(q.dtype), out[..., -1], after) if lse else (out, after)
@@ -255,6 +267,7 @@ class CachePlan:
                 or the layout is unknown.
         """
         layer_step.check_made(cache, self.layer, self.dtype)
+        layer_step.check_cache_split(self.placement, cache.lengths, (cache.state,))
         call_layout.check_layout(layout)
         if self.layer.regions.shards > 1:
             raise ValueError(
@@ -267,33 +280,27 @@ class CachePlan:
         k, v = reference.decode_vectors(self.layer, parameters, cache.state, cache.lengths, rope)
         return (k, v) if layout == "BNTH" else (jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2))
 
-    def _attending(
-        self,
-        scale: float | None,
-        window: int | None,
-        soft_cap: float | None,
-        sinks: Array | None,
-        lse: bool,
-    ) -> CachePlan:
-        """Return the plan of one call's attention."""
-        planned, capacity = self.layer.attention, self.layer.regions.capacity
-        if window is not None and Attention(window).within(capacity).window != planned.window:
-            raise ValueError(
-                f"{window=}, but the cache is made for window={planned.window}: give layer_plan"
-                f" attention=kvq.Attention(window={window})"
-            )
-        layer_step.check_sinks(self.number, planned.sinks or sinks is not None, sinks)
-        attention = dataclasses.replace(
-            planned,
-            scale=planned.scale if scale is None else scale,
-            soft_cap=planned.soft_cap if soft_cap is None else soft_cap,
-            sinks=sinks is not None,
+    def trim(self, cache: LayerCache, lengths: Integers, parameters: Tree = ()) -> LayerCache:
+        """Return the cache with every row shortened to at most lengths[b] tokens, as
+        `kvq.rows.trim` does, for example to take back the rejected tokens of speculative decoding.
+
+        Args:
+            cache: the cache.
+            lengths: [B] integers of at least 0, the most tokens that each row keeps. Traced lengths
+                cannot be checked and are clamped.
+            parameters: as in `attend`.
+
+        Raises:
+            ValueError: as `kvq.rows.trim`.
+        """
+        layer_step.check_made(cache, self.layer, self.dtype)
+        layer_step.check_cache_split(self.placement, cache.lengths, (cache.state,))
+        layer_step.check_parameters(
+            self.spec, self.number, self.layer, parameters, "trim(parameters=...)"
         )
-        layer = dataclasses.replace(self.layer, attention=attention, lse=lse)
-        layer = layer_step.with_codecs_for_attention(
-            layer, self.spec, self.number, self.dims, self.dtype
+        return row_operations.trim_layer(
+            self.layer, self.dims, self.dtype, self.placement, parameters, cache, lengths
         )
-        return dataclasses.replace(self, layer=layer)
 
     def _new(self, cache: LayerCache, tokens: int, lengths: Integers | None) -> tuple[Any, Any]:
         return layer_step.new_tokens(
@@ -313,6 +320,7 @@ class CachePlan:
         and the padding on the left that was removed."""
         tokens = call_layout.tokens_of("q", arrays["q"], layout)
         layer_step.check_shapes(self.dims, (cache.lengths.shape[0], tokens), arrays, layout)
+        layer_step.check_cache_split(self.placement, cache.lengths, (cache.state,))
         layer_step.check_split(self.placement, arrays)
         positions, valid = self._new(cache, tokens, lengths)
         shift = call_layout.left_padding(tokens, lengths, padding)

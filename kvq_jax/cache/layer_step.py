@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,7 +25,6 @@ from kvq_jax.cache.cache import CacheDims, check_held
 from kvq_jax.cache.call_layout import Layout, check_floats
 from kvq_jax.cache.layer_cache import LayerCache
 from kvq_jax.cache.parameters import misshapen_parameter, missing_parameters, parameter_axes
-from kvq_jax.cache.spec import parse
 from kvq_jax.cache.update import decode_layer, prefill_layer
 from kvq_jax.layer.plan import LayerPlan, LayerState
 from kvq_jax.placement.crossing import crossing, explicit_axes
@@ -38,6 +37,7 @@ from kvq_jax.placement.shards import (
     state_partition,
 )
 from kvq_jax.types.array_types import (
+    ArraySpec,
     Integers,
     LayerInputs,
     LengthsB,
@@ -166,6 +166,18 @@ def check_shapes(
             )
 
 
+def check_cache_split(placement: Placement | None, lengths: Array, states: Sequence[Any]) -> None:
+    """Raise ValueError if the cache of these layers is split over axes of type Explicit and has no
+    placement, or is a layout, without arrays."""
+    if isinstance(lengths, jax.ShapeDtypeStruct | ArraySpec):
+        raise ValueError(
+            "this is the layout of a cache, which has no arrays: kvq.init_cache, or a plan's init,"
+            " makes them"
+        )
+    rows = [state.ring[0] for state in states[:1]]
+    check_split(placement, {"the cache": rows[0] if rows else None, "the cache's lengths": lengths})
+
+
 def check_split(placement: Placement | None, arrays: Mapping[str, Array | None]) -> None:
     """Raise ValueError if one of the arrays, by name, is split over axes of type Explicit, and the
     cache has no placement: such axes ask for a sharding of each product."""
@@ -175,27 +187,6 @@ def check_split(placement: Placement | None, arrays: Mapping[str, Array | None])
                 f"{name} is split over {axes} of a mesh with axes of type Explicit: give layer_plan"
                 " or init_cache placement=kvq.Placement(mesh, rows=..., heads=...)"
             )
-
-
-def check_sinks(layer: int, expected: bool, sinks: Array | None) -> None:
-    """Raise ValueError if the layer's attention has sinks and none are given, or the other way
-    round."""
-    if expected != (sinks is not None):
-        have = "has sinks" if expected else "has no sinks"
-        raise ValueError(
-            f"the attention of layer {layer} {have}, and sinks are"
-            f" {'missing' if expected else 'given'}: pass [N] logits for layers that have them"
-        )
-
-
-@functools.lru_cache(256)
-def with_codecs_for_attention(
-    plan: LayerPlan, spec: str, layer: int, dims: CacheDims, dtype: str
-) -> LayerPlan:
-    """Return the plan with the codecs of its attention, which may depend on it (zipcache)."""
-    dims = dims.attending(plan.attention)
-    made = parse(spec).layer(layer, dims, plan.regions.capacity, dtype)
-    return dataclasses.replace(plan, k=made.k, v=made.v)
 
 
 def new_tokens(

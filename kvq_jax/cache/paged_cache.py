@@ -37,7 +37,7 @@ from kvq_jax.types.pytree import pytree
 
 
 @pytree
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class PagedCache:
     """The keys and values of one layer, a pytree of arrays alone. Build it with `PagedPlan.init`.
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -24,6 +24,8 @@ from jaxtyping import Array, Int
 
 from kvq_jax.cache import layer_step
 from kvq_jax.cache.cache import Cache, check_cache, shardings
+from kvq_jax.cache.dims import CacheDims
+from kvq_jax.cache.layer_cache import LayerCache
 from kvq_jax.cache.parameters import parameter_axes, parameters_by_layer
 from kvq_jax.cache.update import take_tokens
 from kvq_jax.cache.wrapped_body import blocks_from, held_from
@@ -34,9 +36,10 @@ from kvq_jax.placement.allowed import check_rows
 from kvq_jax.placement.crossing import crossing
 from kvq_jax.placement.placement import Placement
 from kvq_jax.placement.processes import fetched
-from kvq_jax.placement.shards import on_shards, parameter_partition, state_partition
+from kvq_jax.placement.shards import of_holder, on_shards, parameter_partition, state_partition
 from kvq_jax.types.array_types import ArraySpec, Integers, LengthsB, Tree
 from kvq_jax.types.integers import int32, positive
+from kvq_jax.types.pytree import describe
 
 
 def trim(cache: Cache, lengths: Integers, parameters: tuple[Tree, ...] = ()) -> Cache:
@@ -65,12 +68,8 @@ def trim(cache: Cache, lengths: Integers, parameters: tuple[Tree, ...] = ()) -> 
             number of layers, a window has left the tokens that a row would go back to, or the cache
             was consumed.
     """
-    check_cache(cache)
-    limits = jnp.asarray(int32("lengths", lengths))
-    if limits.shape != (cache.batch,):
-        raise ValueError(f"lengths must be [{cache.batch}], got shape {limits.shape}")
-    if not isinstance(limits, Tracer) and np.asarray(limits).min() < 0:
-        raise ValueError(f"lengths must be at least 0, got {np.asarray(limits).tolist()}")
+    _check(cache)
+    limits = _limits(cache.batch, lengths)
     check_windows(cache, limits)
     by_layer = parameters_by_layer(cache, parameters)
     for layer, (plan, params) in enumerate(zip(cache.plans, by_layer, strict=True)):
@@ -78,20 +77,81 @@ def trim(cache: Cache, lengths: Integers, parameters: tuple[Tree, ...] = ()) -> 
     return _apply(_trimmed, cache.placement, cache, limits, by_layer)
 
 
+def trim_layer(
+    plan: LayerPlan,
+    dims: CacheDims,
+    dtype: str,
+    placement: Placement | None,
+    params: Tree,
+    cache: LayerCache,
+    lengths: Integers,
+) -> LayerCache:
+    """Shorten the rows of one layer's cache, as `trim` does those of all layers."""
+    limits = _limits(len(cache.lengths), lengths)
+    _check_windows(((plan, cache.state),), cache.lengths, limits)
+    if placement is None:
+        return _trimmed_layer(plan, dims, dtype, None, params, cache, limits)
+    with crossing(placement) as mesh:
+        arrays = mesh.taken((params, cache, limits))
+        return _compiled_layer(plan, dims, dtype, placement, *arrays)
+
+
+def _trimmed_layer(
+    plan: LayerPlan,
+    dims: CacheDims,
+    dtype: str,
+    placement: Placement | None,
+    params: Tree,
+    cache: LayerCache,
+    limits: LengthsB,
+) -> LayerCache:
+    lengths = jnp.clip(limits, 0, cache.lengths)
+    through = _trim_layer if placement is None else _trim_layer_on_shards(dims, placement)
+    state, _ = through(plan, params, cache.state, cache.lengths, lengths, None)
+    after = LayerCache(state, lengths)
+    if placement is None:
+        return after
+    states = placement.shardings(plan.axes(len(lengths), dtype))
+    split = describe(LayerCache, state=states, lengths=placement.everywhere)
+    return jax.tree.map(lax.with_sharding_constraint, after, split)
+
+
+_compiled_layer = jax.jit(_trimmed_layer, static_argnums=(0, 1, 2, 3))
+
+
+def _check(cache: Cache) -> None:
+    """Raise ValueError if this is not a cache, it was consumed, or Explicit axes split it."""
+    check_cache(cache)
+    layer_step.check_cache_split(cache.placement, cache.lengths, cache.layers)
+
+
+def _limits(batch: int, lengths: Integers) -> LengthsB:
+    """Return the lengths to which rows are trimmed. Raise ValueError if they are none."""
+    limits = jnp.asarray(int32("lengths", lengths))
+    if limits.shape != (batch,):
+        raise ValueError(f"lengths must be [{batch}], got shape {limits.shape}")
+    if not isinstance(limits, Tracer) and np.asarray(limits).min() < 0:
+        raise ValueError(f"lengths must be at least 0, got {np.asarray(limits).tolist()}")
+    return limits
+
+
 def check_windows(cache: Cache, limits: Array) -> None:
     """Raise ValueError if a layer no longer holds the tokens that a trimmed row's next token
     sees."""
-    wrapped = [
-        (plan, state)
-        for plan, state in zip(cache.plans, cache.layers, strict=True)
-        if plan.regions.wraps
-    ]
-    if not wrapped or any(isinstance(a, Tracer) for a in (limits, *jax.tree.leaves(cache))):
+    _check_windows(zip(cache.plans, cache.layers, strict=True), cache.lengths, limits)
+
+
+def _check_windows(
+    layers: Iterable[tuple[LayerPlan, LayerState]], before: LengthsB, limits: Array
+) -> None:
+    wrapped = [(plan, state) for plan, state in layers if plan.regions.wraps]
+    arrays = limits, before, *jax.tree.leaves([state for _, state in wrapped])
+    if not wrapped or any(isinstance(array, Tracer) for array in arrays):
         return
-    lengths, kept = fetched(cache.lengths), np.asarray(limits)
+    lengths, kept = fetched(before), np.asarray(limits)
     for plan, state in wrapped:
         window = plan.regions.window
-        oldest = fetched(held_from(plan, state, cache.lengths))
+        oldest = fetched(held_from(plan, state, before))
         lost = (kept > 0) & (kept < lengths) & (np.maximum(kept - window + 1, 0) < oldest)
         for row in np.flatnonzero(lost):
             raise ValueError(
@@ -105,7 +165,7 @@ def _trimmed(cache: Cache, limits: LengthsB, parameters: tuple[Tree, ...]) -> Ca
     lengths = jnp.clip(limits, 0, cache.lengths)
     trim_layer = _trim_layer
     if cache.placement is not None:
-        trim_layer = _trim_layer_on_shards(cache, cache.placement)
+        trim_layer = _trim_layer_on_shards(cache.dims, cache.placement)
     layers, below = [], None
     for plan, params, state in zip(cache.plans, parameters, cache.layers, strict=True):
         state, below = trim_layer(plan, params, state, cache.lengths, lengths, below)
@@ -125,7 +185,7 @@ def select_rows(cache: Cache, index: Integers) -> Cache:
         ValueError: if `index` is not such a vector, the placement cannot split that many rows, or
             the cache was consumed.
     """
-    check_cache(cache)
+    _check(cache)
     index = jnp.asarray(int32("index", index))
     if index.ndim != 1 or not index.size:
         raise ValueError(f"index must be a vector of row numbers, got shape {index.shape}")
@@ -222,8 +282,8 @@ def _replaced(cache: Cache, index: Int[Array, ""], row: Cache) -> Cache:
 
 
 def _check_alike(first: Cache, second: Cache, failure: str) -> None:
-    check_cache(first)
-    check_cache(second)
+    _check(first)
+    _check(second)
     for field in ("spec", "dims", "capacity", "dtype", "placement"):
         one, other = getattr(first, field), getattr(second, field)
         if one != other:
@@ -247,7 +307,7 @@ def _compiled(operation: Callable[..., Cache], *arguments: Any) -> Cache:
 
 
 def _trim_layer_on_shards(
-    cache: Cache, placement: Placement
+    dims: CacheDims, placement: Placement
 ) -> Callable[..., tuple[LayerState, Array | None]]:
     """Return `_trim_layer`, run on every shard."""
 
@@ -260,7 +320,7 @@ def _trim_layer_on_shards(
         below: Array | None,
     ) -> tuple[LayerState, Array | None]:
         states, rows = state_partition(plan, placement), placement.along("batch")
-        described = functools.partial(parameter_axes, plan, cache.dims, params)
+        described = functools.partial(parameter_axes, plan, dims, params)
         parameters = parameter_partition(plan, placement, described, params)
         carried = placement.along("batch", "none", "tokens", "model", body=True)
         local = functools.partial(_trim_layer, plan.share(placement.size("heads")))
@@ -328,16 +388,6 @@ def _trim_layer(
         back = take_tokens(rows, regions.held_index(index) - first[:, None])
         back = back.astype(state.ring[side].dtype)
         if regions.axis is not None:
-            back = _of_holder(back, regions.holds(index)[:, None, :, None], regions.axis)
+            back = of_holder(back, regions.holds(index)[:, None, :, None], regions.axis)
         ring.append(jnp.where(returns[:, None, :, None], back, state.ring[side]))
     return dataclasses.replace(state, ring=tuple(ring)), carried
-
-
-def _of_holder(rows: Array, holds: Array, axis: str) -> Array:
-    """Return, on every shard along a mesh axis, the rows of the shard that holds them, bit for bit:
-    a sum of integers and zeros."""
-    unsigned = jnp.dtype(f"uint{8 * rows.dtype.itemsize}")
-    # no collective of 16 bits runs everywhere
-    bits = lax.bitcast_convert_type(rows, unsigned).astype(jnp.uint32)
-    total = lax.psum(jnp.where(holds, bits, 0), axis)
-    return lax.bitcast_convert_type(total.astype(unsigned), rows.dtype)

@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 
@@ -93,6 +94,8 @@ def save_cache(
         OSError: if the file cannot be written.
     """
     check_cache(cache)
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(cache)):
+        raise ValueError("this cache is traced: return it from the jitted function, and save that")
     header = write_header(cache, model_fingerprint, parameters_fingerprint)
     kept = dict(_kept(beside or {}))
     tensors = {

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from jaxtyping import Array, Float
 
 from kvq_jax.attention.dispatch import Implementation
-from kvq_jax.cache import layer_step
+from kvq_jax.cache import call_attention, layer_step
 from kvq_jax.cache.cache import Cache, check_cache
 from kvq_jax.cache.parameters import parameters_by_layer
 from kvq_jax.types.array_types import (
@@ -38,7 +38,7 @@ from kvq_jax.types.rope import Rope
 
 
 @pytree
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Step:
     """T new tokens on their way through the layers, made by `begin`. A pytree.
 
@@ -97,6 +97,7 @@ def begin(
             method needs are missing.
     """
     check_cache(cache)
+    layer_step.check_cache_split(cache.placement, cache.lengths, cache.layers)
     layer_step.check_static(prefill, implementation)
     by_layer = parameters_by_layer(cache, parameters)
     for layer, (plan, params) in enumerate(zip(cache.plans, by_layer, strict=True)):
@@ -186,7 +187,7 @@ def through_layer(
     """
     _check_not_through(step)
     cache = step.cache
-    layer_step.check_sinks(step.layer, cache.plans[step.layer].attention.sinks, inputs.sinks)
+    call_attention.check_sinks(step.layer, cache.plans[step.layer].attention.sinks, inputs.sinks)
     out, state, carry = layer_step.run_layer(
         cache.plans[step.layer],
         cache.dims,

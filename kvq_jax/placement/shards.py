@@ -10,7 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.sharding import PartitionSpec
+from jaxtyping import Array
 
 from kvq_jax.layer.plan import LayerPlan
 from kvq_jax.placement.placement import Placement
@@ -78,3 +81,13 @@ def on_shards(
     return jax.shard_map(
         function, mesh=placement.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
     )
+
+
+def of_holder(rows: Array, holds: Array, axis: str) -> Array:
+    """Return, on every shard along a mesh axis, the rows of the shard that holds them, bit for bit:
+    a sum of integers and zeros."""
+    unsigned = jnp.dtype(f"uint{8 * rows.dtype.itemsize}")
+    # no collective of 16 bits runs everywhere
+    bits = lax.bitcast_convert_type(rows, unsigned).astype(jnp.uint32)
+    total = lax.psum(jnp.where(holds, bits, 0), axis)
+    return lax.bitcast_convert_type(total.astype(unsigned), rows.dtype)

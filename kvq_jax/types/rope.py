@@ -13,6 +13,7 @@ products are fp32, and the result has the dtype of the rows. Source: Su et al., 
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 import jax.numpy as jnp
 from jax import lax
@@ -48,8 +49,12 @@ def without_rotation(rope: Rope) -> Rope:
 
 
 def rotate(
-    rows: Float[Array, "B K T H"], positions: Int[Array, "#B T"], rope: Rope
-) -> Float[Array, "B K T H"]:
+    rows: Float[Array, "B _ _ H"],
+    positions: Int[Array, "#B T"],
+    rope: Rope,
+    *,
+    layout: Literal["BTNH", "BNTH"] = "BNTH",
+) -> Float[Array, "B _ _ H"]:
     """Rotate rows to their positions.
 
         y_i       = a * (x_i * cos(p w_i) - x_{i+H/2} * sin(p w_i))
@@ -59,13 +64,26 @@ def rotate(
     RoFormer, section 3.4.2, in the pairing of Hugging Face's Llama.
 
     Args:
-        rows: [B, K, T, H], with any number of heads.
+        rows: [B, K, T, H], with any number of heads, or [B, T, K, H] if `layout` says so.
         positions: [B, T] or [1, T], the position p of each token.
         rope: the inverse frequencies w and the attention factor a.
+        layout: the order of the axes of rows.
 
     Returns:
-        The rotated rows, [B, K, T, H] in the dtype of `rows`.
+        The rotated rows, in the shape and the dtype of `rows`.
+
+    Raises:
+        ValueError: in one line, if the layout is unknown, or shapes do not fit each other.
     """
+    if layout not in ("BTNH", "BNTH"):
+        raise ValueError(f"{layout=}: choose 'BTNH' or 'BNTH'")
+    tokens, shape = layout.index("T"), jnp.shape(rows)
+    fitting = [(count, shape[tokens]) for count in (shape[0], 1)] if len(shape) == 4 else []
+    if jnp.shape(positions) not in fitting:
+        raise ValueError(
+            f"rows [{', '.join(layout)}] and positions [B, T] or [1, T] must fit, got"
+            f" {list(shape)} and {list(jnp.shape(positions))}"
+        )
     if rows.shape[-1] != 2 * (pairs := len(rope.inverse_frequencies)):
         raise ValueError(
             f"rows of {rows.shape[-1]} channels have {rows.shape[-1] // 2} inverse frequencies in a"
@@ -73,13 +91,12 @@ def rotate(
         )
     # Without the barrier, XLA computes a token's cosines again for each of its heads
     # (docs/decisions/angles.md).
-    cos_B1Th, sin_B1Th = (
-        table[:, None] for table in lax.optimization_barrier(cosines_and_sines(positions, rope))
+    cos, sin = (
+        jnp.expand_dims(table, 3 - tokens)
+        for table in lax.optimization_barrier(cosines_and_sines(positions, rope))
     )
     first, second = jnp.split(rows.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate(
-        [first * cos_B1Th - second * sin_B1Th, second * cos_B1Th + first * sin_B1Th], axis=-1
-    )
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return rotated.astype(rows.dtype)
 
 

@@ -1,6 +1,7 @@
 """Mistakes that people make with the public names: each is one line that says what to pass, or
 works."""
 
+import copy
 import functools
 import pathlib
 import re
@@ -30,6 +31,23 @@ def plan() -> Any:
     return kvq.layer_plan(SPEC, DIMS, layer=0, capacity=16, dtype="float32")
 
 
+def attend_layer(cache: Any, **options: Any) -> Any:
+    return plan().attend(cache, Q, K, K, prefill=True, layout="BNTH", **options)
+
+
+def traced(name: str) -> Any:
+    def attend(value: Any) -> Any:
+        return attend_layer(plan().init(2), **{name: value})[0]
+
+    return jax.jit(attend)(0.5)
+
+
+def consumed(tree: Any) -> Any:
+    for leaf in jax.tree.leaves(tree):
+        leaf.delete()
+    return tree
+
+
 def pages() -> Any:
     return paged_plan(plan())
 
@@ -53,7 +71,7 @@ def roundtrip(k: Any = K, v: Any = K, **options: Any) -> Any:
 
 
 FILE = pathlib.Path("never-written")
-OF_A_LAYER = "takes a cache of kvq.init_cache, got LayerCache; the cache of one layer goes to"
+OF_A_LAYER = "takes a cache of kvq.init_cache, got LayerCache; its plan attends, appends, reads and"
 MISTAKES = [
     *(
         (call, OF_A_LAYER)
@@ -73,6 +91,46 @@ MISTAKES = [
             lambda: kvq.size.unmet_options(plan().init(2)),
         )
     ),
+    *(
+        (call, "this is the layout of a cache, which has no arrays: kvq.init_cache, or a plan's in")
+        for call in (
+            lambda: begun(kvq.cache.layout(SPEC, DIMS, 2, 16, "float32")),
+            lambda: kvq.rows.trim(kvq.cache.layout(SPEC, DIMS, 2, 16), [1, 1]),
+            lambda: kvq.rows.select(kvq.cache.axes(SPEC, DIMS, 2, 16), [1, 1]),
+            lambda: attend_layer(jax.eval_shape(lambda: plan().init(2))),
+        )
+    ),
+    *(
+        (lambda name=name: traced(name), f"{name} is static: {remedy}")
+        for name, remedy in (
+            ("scale", "multiply q by it instead"),
+            ("lse", "give True or False"),
+            ("soft_cap", "give a number of Python"),
+        )
+    ),
+    (
+        lambda: jax.jit(lambda cache: kvq.files.save(cache, FILE))(cache()),
+        "this cache is traced: return it from the jitted function, and save that",
+    ),
+    (
+        lambda: kvq.types.rotate(K, jnp.zeros((2, 2), int), kvq.types.Rope(INVERSE, 1.0)),
+        "rows [B, N, T, H] and positions [B, T] or [1, T] must fit, got [2, 2, 3, 32] and [2, 2]",
+    ),
+    (
+        lambda: kvq.types.rotate(K[0], jnp.zeros((1, 3), int), kvq.types.Rope(INVERSE, 1.0)),
+        "must fit, got [2, 3, 32] and [1, 3]",
+    ),
+    (
+        lambda: kvq.types.rotate(K, jnp.zeros(3, int), kvq.types.Rope(INVERSE, 1.0)),
+        "must fit, got [2, 2, 3, 32] and [3]",
+    ),
+    (
+        lambda: plan().trim(cache(), [1, 1]),
+        "a plan takes the LayerCache that its init makes, got Cache",
+    ),
+    (lambda: plan().trim(plan().init(2), [1]), "lengths must be [2], got shape (1,)"),
+    (lambda: plan().trim(plan().init(2), [1, -1]), "lengths must be at least 0, got [1, -1]"),
+    (lambda: copy.deepcopy(consumed(plan().init(2))), "this cache was consumed by a call that"),
     (lambda: begun(begun(cache())), "got Step; kvq.finish(step) returns the cache"),
     (lambda: kvq.append_and_attend(cache(), Q, K, K), "the step of kvq.begin, got Cache"),
     (lambda: kvq.finish(cache()), "the step of kvq.begin, got Cache"),
@@ -257,6 +315,24 @@ def test_a_mistake_is_one_line_that_says_what_to_pass(call: Any, message: str):
     end = r"(\Z|\n-+\n)"  # JAX adds lines about its own frames to what is raised in a trace
     with pytest.raises(ValueError, match=rf"\A.*{re.escape(message)}.*{end}"):
         call()
+
+
+def test_caches_are_compared_as_objects():
+    """The fields' arrays have no truth value."""
+    for one in (cache(), plan().init(2), begun(cache())):
+        assert one == one
+        assert one != copy.deepcopy(one)
+
+
+def test_rows_of_either_layout_are_rotated_alike():
+    rows, positions = jax.random.normal(jax.random.key(0), (2, 3, 3, 32)), jnp.arange(6) % 5
+    rope = kvq.types.Rope(INVERSE * 0.3, jnp.ones(()))
+    heads_first = kvq.types.rotate(rows, positions.reshape(2, 3), rope)
+    turned = jnp.swapaxes(rows, 1, 2)
+    tokens_first = kvq.types.rotate(turned, positions.reshape(2, 3), rope, layout="BTNH")
+    np.testing.assert_array_equal(jnp.swapaxes(tokens_first, 1, 2), heads_first)
+    other = kvq.types.rotate(turned, positions.reshape(2, 3), rope)
+    assert (jnp.swapaxes(other, 1, 2) != heads_first).any(), "the layout does nothing"
 
 
 @pytest.mark.usefixtures("types_unchecked")

@@ -111,6 +111,44 @@ def test_arrays_that_explicit_axes_split_need_a_placement():
         kvq.append_and_attend(kvq.begin(cache, 1, prefill=False), *heads_first)
 
 
+def test_a_cache_that_explicit_axes_split_needs_a_placement():
+    """It ended in JAX's own ShardingTypeError, in the middle of a step."""
+    plan, mesh = plan_of(), mesh_of(AxisType.Explicit)
+    split = NamedSharding(mesh, P("data"))
+    whole = jax.device_put(kvq.init_cache(SPEC, DIMS, 2, 96, "float32"), split)
+    cache = jax.device_put(plan.init(2), split)
+    q, k, v = arrays(slice(60, 61))
+    for call in (
+        lambda: plan.attend(cache, q, k, v, prefill=True),
+        lambda: plan.append(cache, k, v),
+        lambda: plan.read(cache),
+        lambda: plan.trim(cache, [0, 0]),
+        lambda: kvq.begin(whole, 1, prefill=False),
+        lambda: kvq.rows.trim(whole, [0, 0]),
+        lambda: kvq.rows.select(whole, [0, 1]),
+        lambda: kvq.rows.merge(whole, whole),
+    ):
+        with pytest.raises(
+            ValueError, match=r"\Athe cache is split over \['data'\] of .*: give la"
+        ):
+            call()
+    moved = kvq.rows.move(whole, None)
+    kvq.begin(moved, 1, prefill=False)
+
+
+def test_a_placed_layer_is_trimmed_as_on_one_device():
+    prompt, kept = arrays(slice(0, 60)), np.array([50, 7])
+    alone = plan_of()
+    expected = alone.trim(alone.append(alone.init(2), *prompt[1:]), kept)
+    plan = plan_of(placement=kvq.Placement(mesh_of(AxisType.Explicit), rows="data", heads="kv"))
+    found = plan.trim(plan.append(plan.init(2), *prompt[1:]), kept)
+    assert found.lengths.tolist() == [50, 7]
+    for one, other in zip(plan.read(found), alone.read(expected), strict=True):
+        for b, length in enumerate(kept):
+            np.testing.assert_allclose(one[b, :length], other[b, :length], atol=1e-5)
+    assert tuple(found.state.ring[0].sharding.spec)[:2] == ("data", "kv")
+
+
 @pytest.mark.parametrize("split", [P("data", None, "kv"), P(None, None, "kv")], ids=str)
 def test_rows_on_an_explicit_mesh_are_sent_through_a_cache_and_back(split: P):
     k, v = arrays(slice(0, 60))[1:]
