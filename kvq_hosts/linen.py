@@ -10,7 +10,7 @@
 
 The module's "cache" collection keeps a `kvq.cache.LayerCache`, so `nn.scan` stacks the caches of
 its layers with `variable_axes={"cache": 0}`, and applying the module with
-mutable=["cache"] returns them.
+mutable=["cache"] returns them. `flax.serialization` writes and reads them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
 from flax import linen as nn
+from flax import serialization
 from jaxtyping import Array, Float
 
 import kvq_jax as kvq
@@ -27,6 +29,27 @@ Attend = Callable[
     [Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]],
     Float[Array, "B T N H"],
 ]
+
+
+def _to_state(cache: kvq.cache.LayerCache) -> dict[str, Any]:
+    leaves = jax.tree_util.tree_leaves_with_path(cache)
+    return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+
+
+def _from_state(cache: kvq.cache.LayerCache, state: dict[str, Any]) -> kvq.cache.LayerCache:
+    wanted = _to_state(cache)
+    fits = state.keys() == wanted.keys()
+    for name, leaf in wanted.items() if fits else ():
+        fits &= (leaf.shape, leaf.dtype) == (state[name].shape, state[name].dtype)
+    if not fits:
+        raise ValueError("this state is of the cache of another plan or batch")
+    return jax.tree.unflatten(jax.tree.structure(cache), [state[name] for name in wanted])
+
+
+# flax.serialization knows no pytrees but its own
+serialization.register_serialization_state(
+    kvq.cache.LayerCache, _to_state, _from_state, override=True
+)
 
 
 def cached_attention(
@@ -38,7 +61,7 @@ def cached_attention(
     **options: Any,
 ) -> Attend:
     """Return an `attention_fn` (query, key, value) -> attention that keeps keys and values in a
-    variable of a module's "cache" collection. Call it in the module's compact method or setup.
+    variable of a module's "cache" collection. Call it in the module's compact method.
 
     The module's initialization makes the empty cache and adds nothing to it.
 

@@ -43,7 +43,7 @@ def dense_nbytes(
         config: the model's config, or its `CacheDims`.
         batch: B, the number of sequences.
         capacity: S, the tokens of each sequence.
-        dtype: the dtype of keys and values.
+        dtype: the dtype of keys and values, whatever the config's is.
 
     Raises:
         ValueError: in one line, if the batch or the capacity is not an integer of at least 1.
@@ -69,7 +69,8 @@ def bits_per_element(
         spec: the cache, or its text.
         config: the model's config, or its `CacheDims`.
         capacity: S, in tokens.
-        dtype: the dtype of the windows' full-precision rows, whatever the model's is.
+        dtype: the dtype of the windows' full-precision rows. It is bfloat16 unless you pass
+            another, whatever the config's is: pass that of `init_cache` for the bits of its cache.
 
     Raises:
         ValueError: as `init_cache`.

@@ -136,7 +136,8 @@ def init_cache(
         batch: B, the number of sequences.
         capacity: S, the tokens that each sequence has room for.
         dtype: the dtype of full-precision rows: float32, bfloat16 or float16. Default: the model's
-            dtype, if its config has one (as after `load_llama`), else bfloat16.
+            dtype, if its config has one (as after `load_llama`), else bfloat16. So keys in float32
+            are rounded, in `dense` too, if neither `dtype` nor the config says float32.
         placement: the devices of a mesh and the part of the cache that each of them holds. The
             cache is made there, part by part. Default: one device.
 

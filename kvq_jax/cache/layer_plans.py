@@ -375,7 +375,8 @@ def layer_plan(
         layer: the number of the layer, for methods and options that differ by layer.
         capacity: S, the tokens that each sequence has room for.
         attention: the window, scale, soft cap and sinks of the layer. Default: as `dims` say.
-        dtype: the dtype of full-precision rows, as in `init_cache`.
+        dtype: the dtype of full-precision rows, as in `init_cache`. Give float32 for keys in
+            float32: with `CacheDims`, the default rounds them to bfloat16.
         placement: the placement on a mesh, or None for one device.
 
     Raises:

@@ -68,7 +68,9 @@ def size(
         config: the model's config, or its `CacheDims`.
         batch: number of sequences.
         capacity: tokens of each sequence.
-        dtype: the model's dtype, of full-precision rows and of arrays made from its weights.
+        dtype: the dtype of full-precision rows and of arrays made from the model's weights. It is
+            bfloat16 unless you pass another, whatever the config's dtype is, so that specs compare
+            alike. Pass that of `init_cache` to count its bytes.
 
     Raises:
         ValueError: as `init_cache`.

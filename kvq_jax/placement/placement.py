@@ -14,11 +14,13 @@ Everything else is on every device of the mesh.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from kvq_jax.types.array_types import ArraySpec, AxisName, Tree
+from kvq_jax.types.array_types import ArraySpec, AxisName, ModelDims, Tree
 
 AnyMesh = Mesh | AbstractMesh
 WAYS = ("rows", "heads", "tokens")
@@ -69,6 +71,46 @@ class Placement:
                 f" tokens={self.tokens!r}"
             )
         object.__setattr__(self, "mesh", _with_auto_axes(self.mesh))
+
+    @classmethod
+    def parse(cls, text: str, devices: int | Sequence[Any] | None = None) -> Placement:
+        """Return the placement that a text such as "heads=4,tokens=2" describes, on a mesh of its
+        own.
+
+        Args:
+            text: rows=R,heads=H,tokens=T, each once or not at all.
+            devices: the devices to use (default: all), or only their number, which gives an
+                abstract mesh.
+
+        Raises:
+            ValueError: in one line, if the text cannot be read or asks for more devices than there
+                are.
+        """
+        from kvq_jax.placement import allowed  # it is made of placements
+
+        return allowed.parse(text, devices)
+
+    @classmethod
+    def choose(
+        cls, spec: Any, dims: ModelDims, devices: int | Sequence[Any] | None = None
+    ) -> Placement:
+        """Return the placement of one sequence over some devices: heads up to gcd(K, devices), if
+        the method allows it, and tokens for the rest.
+
+        Splitting heads costs nothing. Splitting tokens costs two small collectives in each layer.
+
+        Args:
+            spec: the cache, or its text.
+            dims: the model's config, or its `CacheDims`.
+            devices: as in `parse`.
+
+        Raises:
+            ValueError: as `init_cache`, and if there is no device.
+        """
+        from kvq_jax.cache.cache import plans_for  # it is made of placements
+        from kvq_jax.placement import allowed
+
+        return allowed.choose(plans_for(spec, dims), devices)
 
     def size(self, way: str) -> int:
         """Return the number of parts into which "rows", "heads" or "tokens" are split."""

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 nn = pytest.importorskip("flax.linen", reason="flax is not installed")
+serialization = pytest.importorskip("flax.serialization")
 
 import kvq_jax as kvq  # noqa: E402
 from kvq_hosts import linen  # noqa: E402
@@ -136,3 +137,19 @@ def test_log_sums_which_linen_has_no_place_for_are_refused():
     with pytest.raises(ValueError, match="returns attention alone: leave lse=True out"):
         cached_attention(nn.Module(), plan_of("dense"), prefill=True, lse=True)
     cached_attention(nn.Module(), plan_of("dense"), prefill=True, lse=False)
+
+
+def test_flax_writes_and_reads_the_caches_of_a_model(inputs: jax.Array):
+    model = Model(plan_of("kivi:bits=4,recent=4,block=4,group_size=4"))
+    variables = model.init(jax.random.key(1), inputs[:, :1])
+    _, changed = model.apply(variables, inputs, mutable=["cache"])
+    written = serialization.to_bytes(changed)
+    read = serialization.from_bytes({"cache": variables["cache"]}, written)
+    assert jax.tree.structure(read) == jax.tree.structure(changed)
+    jax.tree.map(np.testing.assert_array_equal, read, changed)
+    lengths = jax.tree.leaves(read)[-1]
+    assert (lengths == TOKENS).all(), "the empty cache would pass"
+    other = Model(plan_of("kivi:bits=2,recent=4,block=4,group_size=4"))
+    empty = other.init(jax.random.key(1), inputs[:, :1])["cache"]
+    with pytest.raises(ValueError, match="of the cache of another plan or batch"):
+        serialization.from_bytes({"cache": empty}, written)

@@ -5,7 +5,6 @@ import re
 import pytest
 
 import kvq_jax as kvq
-from kvq_jax.placement.allowed import choose, parse
 from kvq_models import generate
 from tests.multi_device.tiny_model import TOKENS, cache_of, model
 
@@ -13,7 +12,7 @@ from tests.multi_device.tiny_model import TOKENS, cache_of, model
 def test_the_rule_splits_heads_first_and_tokens_for_the_rest():
     def chosen(spec: str, devices: int, heads: int = 8) -> str:
         dims = kvq.CacheDims(2, 2 * heads, heads, 32, 256)
-        return str(choose(kvq.cache.layout(spec, dims, 1, 4096).plans, devices))
+        return str(kvq.Placement.choose(spec, dims, devices))
 
     assert chosen("kivi", 8) == "heads=8"
     assert chosen("kivi", 16) == "heads=8,tokens=2"
@@ -56,14 +55,17 @@ REFUSED = {
         lambda: cache_of("heads=2", "fp8"),
         "heads depend on each other: split tokens, not heads",
     ),
-    "devices": (lambda: parse("tokens=9"), "mesh 'tokens=9' needs 9 devices, and there are 8"),
-    "words": (lambda: parse("columns=2"), "write rows=R,heads=H,tokens=T"),
+    "devices": (
+        lambda: kvq.Placement.parse("tokens=9"),
+        "mesh 'tokens=9' needs 9 devices, and there are 8",
+    ),
+    "words": (lambda: kvq.Placement.parse("columns=2"), "write rows=R,heads=H,tokens=T"),
     "axis": (
-        lambda: kvq.Placement(parse("heads=2").mesh, tokens="t"),
+        lambda: kvq.Placement(kvq.Placement.parse("heads=2").mesh, tokens="t"),
         "the mesh has no axis 't'; its axes are 'heads'",
     ),
     "twice": (
-        lambda: kvq.Placement(parse("heads=2").mesh, rows="heads", tokens="heads"),
+        lambda: kvq.Placement(kvq.Placement.parse("heads=2").mesh, rows="heads", tokens="heads"),
         "one mesh axis cannot split two things",
     ),
     "merge": (
