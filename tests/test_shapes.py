@@ -21,7 +21,7 @@ from kvq_jax.arrays import grouped_array
 from kvq_jax.arrays.grouped_array import GroupedArray, GroupFormat
 from kvq_jax.attention import reference
 from kvq_jax.types.pytree import describe
-from kvq_jax.types.rope import rotate
+from kvq_jax.types.rope import cosines_and_sines
 from kvq_models.inference.sampling import Sampling, sample
 
 PACKAGES = (pallas_kernels, kvq, kvq_models, kvq_tools)
@@ -91,7 +91,7 @@ def test_every_annotation_can_be_resolved():
             ),
             "v",
         ),
-        (lambda: rotate(ROWS, jnp.zeros((2, 31), int), ROPE), "positions"),
+        (lambda: cosines_and_sines(jnp.zeros((2, 31, 1), int), ROPE), "positions"),
         (lambda: reference.attend(ROWS, ROWS, ROWS[..., :32], jnp.ones((2, 32, 32), bool)), "v"),
         (
             lambda: sample(jnp.zeros((2, 7)), Sampling(), jax.random.key(0), jnp.zeros((2,), int)),

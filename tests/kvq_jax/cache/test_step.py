@@ -227,7 +227,7 @@ def test_what_a_method_reads_beside_queries_keys_and_values_is_named(
 def test_a_roundtrip_that_needs_more_than_keys_and_values_names_its_remedy(spec: str):
     rows = jnp.zeros((1, 2, 8, 32))
     remedy = r"kvq\.cache\.roundtrip_layer takes it"
-    refused(remedy, kvq.roundtrip, spec, rows, rows, rows)
+    refused(remedy, kvq.roundtrip, spec, rows, rows, rows, layout="BNTH")
 
 
 @pytest.mark.parametrize(
