@@ -379,7 +379,6 @@ def test_a_roundtrip_is_of_the_layer_that_a_spec_names():
 
 
 def test_a_roundtrip_takes_the_layout_by_name_and_keeps_the_dtypes():
-    """Without a layout, arrays with tokens first would have been read as heads first."""
     rows = jnp.asarray(np.random.default_rng(0).standard_normal((1, 32, 2, 32)), jnp.float32)
     with pytest.raises(TypeError, match="argument: 'layout'"):
         kvq.roundtrip("kivi", rows, rows)
