@@ -194,8 +194,8 @@ class CachePlan:
             sinks=sinks,
             lse=lse,
         )
-        own = dataclasses.replace(self, layer=asked)
-        out, after = own._run(cache, inputs, parameters, prefill, implementation)
+        attending = dataclasses.replace(self, layer=asked)
+        out, after = attending._run(cache, inputs, parameters, prefill, implementation)
         out = call_layout.unshifted(out, shift, axis=2)
         out = out if layout == "BNTH" else jnp.swapaxes(out, 1, 2)
         return (out[..., :-1].astype(q.dtype), out[..., -1], after) if lse else (out, after)
