@@ -157,7 +157,8 @@ class ProtocolReport(Report):
     def of_another_processor(self, row: Row) -> bool:
         """Return True if another kind of processor measured most of the rows that name theirs."""
         counts = collections.Counter(one.processor for one in self.rows if one.processor)
-        return bool(row.processor) and row.processor != counts.most_common(1)[0][0]
+        usual = [name for name, _ in counts.most_common(1)] or [row.processor]
+        return bool(row.processor) and row.processor not in usual
 
     def keeps_more(self, row: Row) -> bool:
         """Return True if a row keeps more tokens exact than most caches do at its length, because
