@@ -36,9 +36,8 @@ NEWER = (0, 11)  # from this JAX on, with another Triton
 # Exceptions for JAX 0.11.2 and 0.12, 8 % above the larger count. Their PTX shows why.
 # Full-precision rows are taken apart and joined again by 128 permutations in a loop (0.12).
 # Symmetric InnerQ in array operations brings scales to their lanes by 32 exchanges and as many
-# permutations. A product p V by itself waits for the weights that it loads (0.11.2). KIVI before
-# RoPE has the same instructions in another order, of which ptxas spills more. Why tables before
-# RoPE take more was not found out (docs/kernels.md).
+# permutations. KIVI before RoPE has the same instructions in another order, of which ptxas spills
+# more. Why tables before RoPE take more was not found out (docs/kernels.md).
 NEWER_LIMITS: dict[str, Limits] = {
     "dense, bf16, H 128, asm": {"cap_alu": 0.58},
     "dense, bf16, H 128, jnp": {"cap_alu": 0.58},
@@ -54,11 +53,6 @@ NEWER_LIMITS: dict[str, Limits] = {
     "polar 4+2, groups of 64, exact values, H 128, jnp": {"cap_alu": 2.59},
     "polar 4+4, groups of 128, exact values, H 256, asm": {"cap_alu": 1.41},
     "polar 4+4, groups of 128, exact values, H 256, jnp": {"cap_alu": 2.26},
-    "p V, innerq 2-bit sym, H 128, asm": {"plain_loads_allowed": True},
-    "p V, innerq 2-bit asym, H 128, asm": {"plain_loads_allowed": True},
-    "p V, innerq 2-bit asym, H 128, jnp": {"plain_loads_allowed": True},
-    "p V, kivi 2-bit, H 128, asm": {"plain_loads_allowed": True},
-    "p V, kivi 4-bit, H 128, asm": {"plain_loads_allowed": True},
 }
 
 
