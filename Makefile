@@ -62,8 +62,9 @@ audit: $(VENV)/.kvq-test
 
 bench: $(VENV)/.kvq-test
 	$(RUN) -m benchmarks.cpu.attention --json $(RESULTS)/attention_cpu.json
-	$(RUN) -m benchmarks.cpu.decode_step --model smollm2 --tokens 1024 4096 16384 --batch 1 --rounds 32 \
-		--cache dense kivi:bits=4 kivi:bits=2 innerq:bits=2 --json $(RESULTS)/decode_step_smollm2_cpu.json
+	$(RUN) -m benchmarks.cpu.decode_step --model smollm2 --tokens 1024 4096 16384 --batch 1 \
+		--rounds 32 --cache dense kivi:bits=4 kivi:bits=2 innerq:bits=2 \
+		--json $(RESULTS)/decode_step_smollm2_cpu.json
 	$(RUN) -m benchmarks.results_page
 
 # the documentation site, in site/: pages, and a reference made of docstrings; kvq itself is not installed for it

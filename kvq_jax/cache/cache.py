@@ -32,7 +32,7 @@ from kvq_jax.types.integers import positive
 from kvq_jax.types.pytree import describe, pytree
 
 DTYPES = ("bfloat16", "float32", "float16")  # of full-precision rows
-SHORT = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
+ABBREVIATED_DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
 
 
 @pytree
@@ -335,7 +335,7 @@ def row_dtype(config: ModelDims | None, dtype: DTypeLike | None) -> str:
     torch.float32."""
     wanted = getattr(config, "dtype", None) if dtype is None else dtype
     text = str(wanted).removeprefix("torch.") if wanted is not None else DTYPES[0]
-    text = SHORT.get(text, text)
+    text = ABBREVIATED_DTYPES.get(text, text)
     try:
         name = text if text in DTYPES else jnp.dtype(wanted).name
     except TypeError:

@@ -65,7 +65,8 @@ def with_blocks(
 
 def _check_coded(plan: LayerPlan, codec: Codec, coded: Tree, batch: int) -> None:
     described = codec.body(batch, plan.heads, plan.regions.block)
-    side = next(name for name, own in zip(plan.names, plan.codecs, strict=True) if own is codec)
+    codecs = zip(plan.names, plan.codecs, strict=True)
+    side = next(name for name, planned in codecs if planned is codec)
     made = f"{type(codec).__name__}.quantize of {side}"
     wanted, given = jax.tree.structure(described), jax.tree.structure(coded)
     if given != wanted:

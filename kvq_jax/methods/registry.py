@@ -141,8 +141,8 @@ def _origin(method: Method) -> tuple[str, str]:
 
 def _check_options(method: Method) -> None:
     """Raise ValueError, in one line, if a spec could not set or write an option of a method."""
-    own, name = type(method), type(method).__name__
-    for base in own.__mro__:
+    name = type(method).__name__
+    for base in type(method).__mro__:
         for field, value in vars(base).items():
             if isinstance(value, dataclasses.Field):
                 raise ValueError(
