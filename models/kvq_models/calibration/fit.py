@@ -84,7 +84,7 @@ def calibrate(
     identity = Identity(
         partial_fingerprint(llama), text_samples.sha256(token_ids), samples, length, seed, dtype
     )
-    windows = text_samples.draw(token_ids, samples, length, seed)
+    windows = text_samples.draw(token_ids, samples, length, seed, llama.config.bos_token_id)
     needed = needs(spec, llama.config)
     ropes = ropes_for(llama.config, length)
     tensors: dict[str, np.ndarray] = {}

@@ -13,17 +13,29 @@ from kvq_models.llama.config import LlamaConfig
 
 
 def draw(
-    token_ids: Integers, samples: int, length: int, seed: int
+    token_ids: Integers, samples: int, length: int, seed: int, bos: int | None
 ) -> Int[np.ndarray, "{samples} {length}+1"]:
     """Draw `samples` windows of length + 1 tokens from anywhere in the text: `length` inputs and,
     for each, the next token to predict.
 
-    The same seed draws the same windows. They may overlap. Raises ValueError if the text has no
-    window of that length.
+    The same seed draws the same windows. They may overlap. If the text begins with the token that
+    opens a text, so does each window: models that were trained with it (Gemma) have other keys,
+    values and gradients without it.
+
+    Args:
+        token_ids: the text's tokens, [n] integers.
+        samples: number of windows.
+        length: inputs of a window.
+        seed: of the places.
+        bos: the token that opens a text, or None.
+
+    Raises ValueError if the text has no window of that length.
     """
     tokens = np.asarray(token_ids)
-    starts = np.random.default_rng(seed).integers(0, tokens.size - length, samples)
-    return tokens[starts[:, None] + np.arange(length + 1)].astype(np.int32)
+    opened = int(tokens[0] == bos)
+    starts = np.random.default_rng(seed).integers(opened, tokens.size - length + opened, samples)
+    windows = tokens[starts[:, None] + np.arange(length + 1 - opened)]
+    return np.pad(windows, ((0, 0), (opened, 0)), constant_values=tokens[0]).astype(np.int32)
 
 
 def check(token_ids: Integers, samples: int, length: int, config: LlamaConfig) -> None:

@@ -45,7 +45,7 @@ from kvq_jax.files.json_text import parse_json
 from kvq_jax.files.whole import UNFINISHED, delete_directory, remove_unfinished, replacing
 from kvq_models.calibration.activations import LAST_QUERIES, Recorded
 
-FORMAT = "kvq-calibration-work-1"
+FORMAT = "kvq-calibration-work-2"
 LOCK, STATE, FITTED = "lock", "state.json", "fitted"
 FILES = ("k.rows", "k.gradients", "v.rows", "v.gradients")
 MOMENTS, LAST = "q.moments", "q.last"  # older versions did not record them

@@ -137,7 +137,7 @@ def quantize_weights(
     progress = progress or silent
     check_request(llama.config, token_ids, bits, sparse, samples, length, packed=packed)
     llama = dense_llama(llama)
-    windows = text_samples.draw(token_ids, samples, length, seed)
+    windows = text_samples.draw(token_ids, samples, length, seed, llama.config.bos_token_id)
     inputs, cotangents = _inputs_and_gradients(llama, progress(list(windows), "running samples"))
     replaced: dict[str, Weight] = {}
     count = _Count()

@@ -143,7 +143,7 @@ def test_a_codec_gets_the_rows_that_it_caches_without_sinks_and_gradients_of_the
 ):
     llama, sink = model(), 3
     run(tmp_path / "w", f"{SPEC},sink={sink}", llama=llama)
-    windows = samples.draw(TEXT, 3, LENGTH, 0)
+    windows = samples.draw(TEXT, 3, LENGTH, 0, None)
     for index, name in enumerate(needs(kvq.parse(SPEC), llama.config)):
         layer, side = int(name.split(".")[1]), name[-1]
         rows, gradients = (

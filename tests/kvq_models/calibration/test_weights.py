@@ -49,7 +49,7 @@ def test_levels_of_rows_are_as_good_as_those_of_one_row(numbers: int, entries: i
 
 
 def test_sensitivities_are_the_squared_gradients_of_the_loss(llama):
-    window = samples.draw(TOKENS, 1, 16, 0)[0]
+    window = samples.draw(TOKENS, 1, 16, 0, None)[0]
 
     def loss(changed):
         logits = jax.nn.log_softmax(forward(changed, jnp.asarray(window[None, :-1], jnp.int32))[0])
