@@ -36,7 +36,9 @@ def roundtrip_layer(
 ) -> tuple[RowsBKTH, RowsBKTH, Tree]:
     """Return the keys and values that the body of a cache would return for the tokens of a prompt.
 
-    The last token is repeated to fill the last block, which widens no range.
+    A last block that the prompt does not fill is filled with the prompt's first tokens: copies of
+    one token would be nearly exact under scales by channel. A prompt of a few tokens is filled with
+    copies all the same: give at least a block of tokens to see a method's usual error.
 
     Args:
         spec: the cache, or its text.
@@ -84,8 +86,8 @@ def _roundtrip(
         rows = codec.rows(side_params, inputs).astype(jnp.float32)
         rows = cross_layer.coded(codec, side_params, rows, below)
         stats = codec.statistics.of(side_params, inputs)
-        padded = jnp.pad(rows, ((0, 0), (0, 0), (0, padding), (0, 0)), mode="edge")
-        at = jnp.pad(inputs.positions, ((0, 0), (0, padding)), mode="edge")
+        padded = jnp.pad(rows, ((0, 0), (0, 0), (0, padding), (0, 0)), mode="wrap")
+        at = jnp.pad(inputs.positions, ((0, 0), (0, padding)), mode="wrap")
         body = codec.quantize(side_params, stats, padded, TokensAt(at, prefill=True))
         decoded = codec.dequantize(side_params, stats, body)[:, :, :tokens]
         by_codec.append(cross_layer.decoded(codec, side_params, decoded, below))

@@ -50,7 +50,7 @@ def hidden_states(
         inputs = attention_inputs(layer, hidden, positions, valid, rope)
         keys, values = inputs.k_rot, inputs.v
         if fake is not None:
-            filled = _last_repeated(inputs, lengths)
+            filled = _repeated(inputs, lengths)
             keys, values, carry = kvq.cache.roundtrip_layer(
                 fake, filled, layer_parameters, number, carry, layer.attention
             )
@@ -62,15 +62,13 @@ def hidden_states(
 
 
 @jax.jit
-def _last_repeated(inputs: LayerInputs, lengths: LengthsB) -> LayerInputs:
-    """Return the inputs with each row's last token repeated over its padding, so that padding
-    widens no group's range."""
+def _repeated(inputs: LayerInputs, lengths: LengthsB) -> LayerInputs:
+    """Return the inputs with each row's tokens repeated over its padding, so that padding widens no
+    group's range beyond that of the row."""
 
     def fill(array: Array) -> Array:
         axis = max(1, array.ndim - 2)  # of [B, T], [B, T, D] and [B, heads, T, H]
-        index = jnp.minimum(
-            jnp.arange(array.shape[axis], dtype=jnp.int32)[None], lengths[:, None] - 1
-        )
+        index = jnp.arange(array.shape[axis], dtype=jnp.int32)[None] % lengths[:, None]
         shape = [size if i in (0, axis) else 1 for i, size in enumerate(array.shape)]
         return jnp.take_along_axis(array, index.reshape(shape), axis=axis, mode="clip")
 
