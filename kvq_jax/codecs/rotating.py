@@ -79,6 +79,8 @@ class Rotating(Wrapper):
     @property
     def learning(self) -> Learning:
         learning: Learning = self.inner.learning
+        if learning.fit_to_layer:  # it would be fitted to rows that are not those that it codes
+            raise TypeError(f"{self.inner!r} is fitted to its layer and takes no {OPTION}")
         return dataclasses.replace(
             learning,
             fit=self._fit if learning.fit else None,

@@ -264,7 +264,12 @@ class XCrossLayerCodec(_XRows):
             x = normalized(residual, None, eps).astype(residual.dtype)
         else:
             x = self.input_of(inputs)
-        return (x @ own_parameters(params)["basis"] if self.latent else x)[:, None]
+        if self.latent:
+            basis = own_parameters(params)["basis"]
+            x = jnp.einsum(
+                "btd,dc->btc", x.astype(basis.dtype), basis, preferred_element_type=jnp.float32
+            )
+        return x[:, None]
 
     def input_of(self, inputs: LayerInputs) -> Float[Array, "B T D"]:
         if self.reading == "residual_stream":

@@ -40,6 +40,17 @@ def test_the_rotation_is_what_files_of_caches_were_written_with():
     assert hashlib.sha256(signs).hexdigest().startswith("af8298a1484daf8c")
 
 
+def test_a_codec_that_is_fitted_to_its_layer_takes_no_rotation():
+    """It would be fitted to other rows than those that it codes."""
+    fitted, plain = (
+        kvq.parse(spec).layer(0, DIMS, 64, "float32").k
+        for spec in ("optr", "kvquant:pre_rope=false")
+    )
+    with pytest.raises(TypeError, match="fitted to its layer"):
+        _ = Rotating(fitted).learning
+    assert Rotating(plain).learning.fit, "another is fitted to rotated rows"
+
+
 @pytest.mark.parametrize("spec", ["int4", "nf3:group_size=32", "innerq:bits=2", "mxfp4"])
 def test_the_body_holds_what_the_method_makes_of_rotated_rows(spec: str):
     k, v = outliers(0), outliers(1)

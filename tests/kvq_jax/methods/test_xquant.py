@@ -162,6 +162,18 @@ def test_xquant_cl_is_the_plain_reading(bits: int, base: int, latent: bool):
         )
 
 
+def test_latents_of_inputs_in_bfloat16_are_those_of_their_values():
+    spec = "xquant_cl:bits=3,base_layer=0,group_size=16,latent=true"
+    x, wk, wv = layers()
+    narrow = x.astype(jnp.bfloat16)
+    inputs = narrow, x, narrow.astype(np.float32)
+    pairs = zip(*(round_trips(spec, DIMS, a, wk, wv) for a in inputs), strict=True)
+    for layer, (of_narrow, of_wide, of_its_values) in enumerate(pairs):
+        for name, one, wide, other in zip("kv", of_narrow, of_wide, of_its_values, strict=True):
+            assert nearly_all_agree(one, other), f"layer {layer}, {name}: {worst(one, other):.1e}"
+            assert not nearly_all_agree(one, wide), f"layer {layer}, {name}: any rounding passes"
+
+
 @pytest.mark.parametrize("depth", [64, 8], ids=["tall", "wide"])
 def test_latents_are_those_of_the_basis_that_is_not_kept(depth: int):
     rng = np.random.default_rng(2)
