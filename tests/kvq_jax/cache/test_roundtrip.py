@@ -29,5 +29,5 @@ def test_tokens_of_a_block_that_the_prompt_does_not_fill_are_coded_like_the_othe
     """Copies of one token would be coded without an error, or take the block's scales."""
     usual = errors(spec, 256)[:2]
     measured = errors(spec, 258)
-    for name, error, expected in zip(NAMES, measured, 2 * usual):
+    for name, error, expected in zip(NAMES, measured, 2 * usual, strict=True):
         assert 0.5 * expected < error < 1.6 * expected, f"{name}: {error:.3f}, not {expected:.3f}"
