@@ -91,7 +91,7 @@ class Reference:
 
 class CacheRun:
     """One cache on a batch. Each call returns the terms of a slice. Slices must come in order, a
-    prompt by `prefill_prompts`."""
+    prompt by `read_only`."""
 
     def __init__(
         self,
@@ -146,33 +146,19 @@ class CacheRun:
 
 
 def read_only(runs: Sequence[CacheRun], part: Slice) -> None:
-    """Read a slice in mode `decode` through all caches without scoring it."""
-    if part.prompt:
-        prefill(runs, part)
-    else:
+    """Read a slice in mode `decode` through all caches without scoring it. Prompts are prefilled
+    into all of them with one shared forward pass."""
+    if not part.prompt:
         for run in runs:
             run.read(part)
-
-
-def prefill(runs: Sequence[CacheRun], part: Slice) -> Float[Array, "B V"]:
-    """Prefill the prompts of a batch into all caches with one shared forward pass. Return the
-    logits after them."""
-    logits, caches = layer_by_layer.prefill_together(
+        return
+    _, caches = layer_by_layer.prefill_together(
         [run.llama for run in runs],
         [run.cache for run in runs],
         runs[0].batch.inputs(part),
     )
     for run, cache in zip(runs, caches, strict=True):
         run.cache = cache
-    return logits
-
-
-def prefill_prompts(
-    runs: Sequence[CacheRun], part: Slice, exact: Float[Array, "B 1 V"]
-) -> tuple[Terms, ...]:
-    """Prefill the prompts of a batch and return the terms of each cache."""
-    terms = _compared(prefill(runs, part)[:, None], exact, runs[0].batch.following(part))
-    return (terms,) * len(runs)
 
 
 def _rows(hidden: HiddenBTD, part: Slice) -> Float[Array, "B t D"]:

@@ -55,7 +55,7 @@ class Evaluation:
 
     spec, mode    the cache and how it was run
     window        tokens of a window, which is the cache's capacity
-    prompt        tokens of each window that were prefilled and not scored
+    prompt        tokens of each window that were prefilled. Neither they nor the next one is scored
     index         the token's place in the text
     position      tokens that its window holds before it
     exact_nats    -log p(token) of the full-precision model

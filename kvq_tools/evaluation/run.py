@@ -23,7 +23,6 @@ from kvq_tools.evaluation.cache_run import (
     CacheRun,
     Reference,
     WindowBatch,
-    prefill_prompts,
     read_only,
     slices,
 )
@@ -84,9 +83,10 @@ def evaluate_caches(
 
     Every token is scored once, after at least window - stride others (windows.py), and all caches
     are scored on the same tokens. A prompt lies inside the overlap of a later window, and the first
-    window's is not scored. The default is `default_prompt` if one of the caches takes statistics
-    from a prompt, else 0. In `chunked` such statistics come from a window's first chunk, in `fake`
-    from the whole window.
+    window's is not scored, nor is the token after a prompt, which is predicted before a cache is
+    read. The default is `default_prompt` if one of the caches takes statistics from a prompt, else
+    0. In `chunked` such statistics come from a window's first chunk, in `fake` from the whole
+    window.
 
     Full-precision rows of a cache have the model's dtype. Memory besides weights and caches: the
     hidden states of a batch, and logits of a slice, twice at most 256 MiB (in `chunked`: of a
@@ -103,7 +103,15 @@ def evaluate_caches(
     lengths = np.array([w.end - w.begin for w in cut], np.int32)
     inside = np.arange(width)[None] < lengths[:, None]
     rows = np.where(inside, ids[np.minimum(begins[:, None] + np.arange(width), ids.size - 1)], 0)
-    exact, compared = _run(candidates, rows, lengths, settings, progress, placement=placement)
+    exact, compared = _run(
+        candidates,
+        rows,
+        lengths,
+        settings,
+        progress,
+        placement=placement,
+        first=settings.prompt + 1,
+    )
     counted = inside & (np.arange(width)[None] >= np.array([w.first for w in cut])[:, None])
     row, position = np.nonzero(counted[: len(exact)])
     index = begins[row] + position
@@ -300,13 +308,8 @@ def _run(
             read_only(runs, part)
             continue
         logits, exact[here, predicted] = reference(part)
-        scored = (
-            prefill_prompts(runs, part, logits)
-            if part.prompt
-            else (run(part, logits) for run in runs)
-        )
-        for terms, slice_terms in zip(compared, scored, strict=True):
-            for whole, term in zip(terms, slice_terms, strict=True):
+        for terms, run in zip(compared, runs, strict=True):
+            for whole, term in zip(terms, run(part, logits), strict=True):
                 whole[here, predicted] = term
         if part is parts[-1]:
             complete = min((number + 1) * size, count)

@@ -25,7 +25,8 @@ class Settings(NamedTuple):
     mode     see cache_run.py
     batch    windows that run together; the results do not depend on it
     chunk    tokens of one `prefill` in mode `chunked`
-    prompt   tokens of each window that mode `decode` prefills first and does not score
+    prompt   tokens of each window that mode `decode` prefills first. It scores neither them nor
+             the next one
     step     tokens of one step of `decode`; the results of a correct cache do not depend on it
     """
 

@@ -29,11 +29,11 @@ class TextWindow(NamedTuple):
 
 def windows(tokens: int, window: int, stride: int, prompt: int = 0) -> tuple[TextWindow, ...]:
     """Return the windows of a text that score something. The first `prompt` tokens of a window are
-    not scored."""
+    not scored, nor is the token after them: no cache has been read when it is predicted."""
     cut, scored = [], 0
     for begin in range(0, tokens, stride):
         end = min(begin + window, tokens)
-        cut.append(TextWindow(begin, end, max(scored - begin, prompt, 1)))
+        cut.append(TextWindow(begin, end, max(scored - begin, prompt + 1)))
         scored = end
         if end == tokens:
             break
@@ -61,7 +61,7 @@ def check_windows(
             f"a stride of {stride} tokens must be between 1 and the window of {window}: other"
             " tokens would not be scored"
         )
-    if not 0 <= prompt < min(window, ids.size):
+    if not 0 <= prompt < min(window, ids.size) - 1:
         raise ValueError(
             f"a prompt of {prompt} tokens leaves nothing to score in windows of"
             f" {min(window, ids.size)}"

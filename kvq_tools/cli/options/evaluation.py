@@ -47,6 +47,7 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
         "--prompt",
         "P",
         "in --mode decode, prefill the first P tokens of each window without scoring them "
+        "and the next one, which is predicted before the cache is read "
         f"(default: 0, or {PROMPT} and at most the overlap of two windows if one of the "
         "caches takes statistics from a prompt)",
         type=values.count,

@@ -27,7 +27,7 @@ CASES = [
 def test_every_token_is_scored_once_and_after_enough_context(prompt):
     tried = 0
     for tokens, window, stride in CASES:
-        if prompt and (prompt > window - stride or prompt >= tokens):
+        if prompt and (prompt >= window - stride or prompt >= tokens):
             continue
         tried += 1
         scored = {}
@@ -43,7 +43,7 @@ def test_every_token_is_scored_once_and_after_enough_context(prompt):
         without_context = {
             token for token in range(tokens) if stride == window and token % window == 0
         }
-        assert set(scored) == set(range(max(prompt, 1), tokens)) - without_context, (
+        assert set(scored) == set(range(prompt + 1, tokens)) - without_context, (
             f"{tokens=} {window=} {stride=}"
         )
         short = [
@@ -66,7 +66,7 @@ WRONG = {
     "window beyond the positions": (dict(window=65), "65 tokens is beyond the 64 positions"),
     "stride over window": (dict(stride=17), "between 1 and the window of 16"),
     "no stride": (dict(stride=0), "between 1 and the window of 16"),
-    "prompt of a window": (dict(prompt=16), "leaves nothing to score in windows of 16"),
+    "prompt of a window": (dict(prompt=15), "leaves nothing to score in windows of 16"),
     "prompt beyond the overlap": (dict(prompt=9), "into the 8 tokens that windows of 16 with a"),
 }
 
