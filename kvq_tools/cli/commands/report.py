@@ -21,8 +21,18 @@ from kvq_tools.report import schema, times, write
 from kvq_tools.report.collect import ReportPlan, collect
 from kvq_tools.report.quality import advice, front_by, verdict
 
-SOURCES = ("model", "text", "cache")  # --from replaces these
-SETTINGS = ("calibration", "window", "stride", "chunk", "prompt", "step", "limit", "contexts")
+SOURCES = ("model", "text", "cache")
+# options that --from replaces, and what they are if they were not given
+REPLACED = {
+    **dict.fromkeys((*SOURCES, "calibration", "window", "stride", "chunk", "prompt", "step")),
+    **dict.fromkeys(("limit", "contexts", "dtype", "weights")),
+    "mode": "decode",
+    "batch": BATCH,
+    "buckets": BUCKETS,
+    "steps": STEPS,
+    "sample": SAMPLE,
+    "activations": "float32",
+}
 
 PARTIAL = "partial"  # the folder of an interrupted report beside an earlier one
 
@@ -51,7 +61,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _read(options: argparse.Namespace) -> schema.CacheReport:
-    conflicts = [name for name in (*SOURCES, *SETTINGS) if getattr(options, name) is not None]
+    conflicts = [name for name, default in REPLACED.items() if getattr(options, name) != default]
     if conflicts:
         raise console.UserError(
             "--from redraws a report: leave out"
