@@ -27,6 +27,7 @@ JSON_VERSION = 1
 T = TypeVar("T")
 
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_LONG_NUMBER = re.compile(r"(\d{20})\d{20,}")
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -41,10 +42,12 @@ def printable(text: str) -> str:
 
 
 class UserError(Exception):
-    """An error that the user can fix. Its text is one line. `main` prints it and exits with 2."""
+    """An error that the user can fix. Its text is one line, without the further digits of a long
+    number. `main` prints it and exits with 2."""
 
     def __init__(self, message: object):
-        super().__init__(printable(" ".join(str(message).split())))
+        line = " ".join(str(message).split())
+        super().__init__(printable(_LONG_NUMBER.sub(r"\1...", line)))
 
 
 class NotFiniteError(Exception):

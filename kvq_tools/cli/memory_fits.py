@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from typing import Any
 
 import kvq_jax as kvq
@@ -62,7 +63,7 @@ def run(options: argparse.Namespace) -> None:
     if options.json:
         print_json("fits", result)
     else:
-        _print(result, tables)
+        _print(result, tables, options.budget.text)
 
 
 def _described(
@@ -91,9 +92,9 @@ def _class(cache: dict[str, Any]) -> int:
     return -1 if cache["kl_class"] is None else cache["kl_class"]
 
 
-def _print(result: dict[str, Any], tables: measured.Measurements) -> None:
-    budget, caches = format_bytes(result["budget_bytes"]), result["caches"]
-    asked = f"{budget} for {result['batch']} x {result['context']} tokens"
+def _print(result: dict[str, Any], tables: measured.Measurements, budget: str) -> None:
+    caches, size = result["caches"], format_bytes(result["budget_bytes"])
+    asked = f"{size} for {result['batch']} x {result['context']} tokens"
     fitting = [cache for cache in caches if cache["fits"]]
     if fitting:
         title = f"{len(fitting)} of {len(caches)} measured caches fit {asked}"
@@ -129,7 +130,7 @@ def _print(result: dict[str, Any], tables: measured.Measurements) -> None:
     )
     print_line(
         f"kvq plan measures on {result['model']} itself. It needs the weights and a text: kvq plan"
-        f" {result['model']} --text FILE --budget {budget.replace(' ', '')}"
+        f" {result['model']} --text FILE --budget {shlex.quote(budget)}"
         f" --context {result['context']} --batch {result['batch']}"
     )
 

@@ -10,6 +10,7 @@ from kvq_tools.cli.console import UserError
 
 MAX_SEED = 2**32 - 1
 MAX_TOKENS = 2**31 - 1  # positions are int32
+MAX_DIGITS = 30  # Python refuses to read 4301 of them
 MAX_BYTES = 2**60  # so that a count of the tokens in them is an index
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
@@ -29,15 +30,19 @@ def integer(minimum: int, maximum: int | None = None) -> Callable[[str], int]:
     allowed = f"of at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
 
     def parse(text: str) -> int:
-        if (
-            not text.isdecimal()
-            or int(text) < minimum
-            or (maximum is not None and int(text) > maximum)
-        ):
-            raise argparse.ArgumentTypeError(f"{text!r} must be an integer {allowed}")
-        return int(text)
+        number = _number(text)
+        if number is None or number < minimum or (maximum is not None and number > maximum):
+            digits = f" with at most {MAX_DIGITS} digits" if len(text) > MAX_DIGITS else ""
+            raise argparse.ArgumentTypeError(f"{text!r} must be an integer {allowed}{digits}")
+        return number
 
     return parse
+
+
+def _number(text: str) -> int | None:
+    """Return the number that at most MAX_DIGITS ASCII digits write, else None."""
+    decimal = text.isascii() and text.isdecimal() and len(text) <= MAX_DIGITS
+    return int(text) if decimal else None
 
 
 count = integer(0)
@@ -64,14 +69,26 @@ def token_count(text: str) -> int:
     digits, power = (
         (text[:-1], " KM".index(text[-1].upper())) if text[-1:].upper() in ("K", "M") else (text, 0)
     )
-    if not digits.isdecimal() or not 0 < int(digits) * 1024**power <= MAX_TOKENS:
+    number = _number(digits)
+    if number is None or not 0 < number * 1024**power <= MAX_TOKENS:
         raise argparse.ArgumentTypeError(
             f"{text!r} must be an integer of at least 1 and below 2G, such as 4096, 128K or 10M"
         )
-    return int(digits) * 1024**power
+    return number * 1024**power
 
 
-def byte_size(text: str) -> int:
+class ByteSize(int):
+    """A number of bytes that knows the text that gave it."""
+
+    text: str
+
+    def __new__(cls, size: int, text: str) -> ByteSize:
+        made = super().__new__(cls, size)
+        made.text = text
+        return made
+
+
+def byte_size(text: str) -> ByteSize:
     """Parse a size such as 24GiB, 500MB or 1000000. KB, MB, GB and TB are powers of 1000; KiB, MiB,
     GiB and TiB are powers of 1024."""
     match = _SIZE.fullmatch(text.strip())
@@ -84,7 +101,7 @@ def byte_size(text: str) -> int:
         raise argparse.ArgumentTypeError(
             f"{text!r} is more than the largest size, {MAX_BYTES >> 40}TiB"
         )
-    return int(size)
+    return ByteSize(int(size), text.strip())
 
 
 def token_ids(text: str) -> list[int]:

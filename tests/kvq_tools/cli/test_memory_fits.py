@@ -54,7 +54,13 @@ def test_the_table_names_a_class_and_the_needs_of_a_plan(config, run):
     assert "│ exact" in out, "dense fits, too"
     assert "below 0.003" in out
     assert f"{every - 12} more fit" in out
-    assert f"kvq plan {config.parent} --text FILE --budget 100.00GiB --context 4096" in out
+    assert f"kvq plan {config.parent} --text FILE --budget 100GiB --context 4096" in out
+
+
+@pytest.mark.parametrize("typed", ["8000000", "'9 MB'", "0"])
+def test_the_plan_that_the_table_names_has_the_budget_that_was_typed(typed, config, run):
+    out = run("memory", config, "--budget", typed.strip("'"), *ASKED)[1]
+    assert f" --budget {typed} --context" in " ".join(out.split())
 
 
 @pytest.mark.parametrize(("dtype", "width"), [("bfloat16", 2), ("float32", 4)])
