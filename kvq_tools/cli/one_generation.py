@@ -77,8 +77,7 @@ def run(options: argparse.Namespace) -> None:
             reading=reading(unread, request.config.num_hidden_layers) if unread else None,
         )
     continuation = Continuation(request.tokenizer, request.prompt, llama.config.eos_token_ids)
-    streams = options.stream and not options.json
-    ids, cache, finite, pressed = _generated(generation, continuation, streams)
+    ids, cache, finite, pressed = _generated(generation, continuation, options.stream)
     facts = generation_report.report(
         generation, cache, request.config, request.prompt, ids, options.implementation
     ) | {

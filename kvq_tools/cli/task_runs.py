@@ -87,12 +87,15 @@ def generated(
 
 
 def refuse_beside_data(options: argparse.Namespace, *names: str) -> None:
-    """Raise UserError if --data comes with an option of generated samples."""
-    conflicts = [name for name in names if getattr(options, name) is not None]
+    """Raise UserError if --data comes with an option of generated samples, which get the default
+    seed without it."""
+    conflicts = [name for name in (*names, "seed") if getattr(options, name) is not None]
     if options.data is not None and conflicts:
         raise console.UserError(
             f"--{conflicts[0]} is for generated samples, but --data has ready-made ones"
         )
+    if options.data is None and options.seed is None:
+        options.seed = 0
 
 
 def run_task(

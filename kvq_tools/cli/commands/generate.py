@@ -37,6 +37,11 @@ MODES = (ONE, SAVED, MANY)
 
 
 def run(options: argparse.Namespace) -> None:
+    if options.stream and options.json:
+        raise UserError(
+            "--stream prints text as it comes, and --json one object at the end: leave out one of"
+            " them"
+        )
     mode = mode_of(options)
     for name in sorted(frozenset().union(*(each.takes for each in MODES)) - mode.takes):
         value = getattr(options, name)

@@ -10,17 +10,22 @@ from typing import Any
 import kvq_jax as kvq
 from kvq_jax.cache.cache import Cache
 from kvq_jax.cache.paper_bits import paper_bits
+from kvq_jax.peak_rates import DEVICES
 from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli import cache_sizes, inputs, memory_fits, memory_roofline
 from kvq_tools.cli.console import UserError, format_bytes, print_json, progress
+from kvq_tools.cli.options.memory import MESH_DEVICE
 from kvq_tools.cli.tables import print_line, print_table
 
 
 def run(options: argparse.Namespace) -> None:
-    if options.devices is not None and options.mesh is None:
-        raise UserError(
-            "--devices is the size of a mesh: give --mesh auto, or --mesh rows=R,heads=H,tokens=T"
-        )
+    for name in ("devices", "device"):
+        if getattr(options, name) is not None and options.mesh is None:
+            raise UserError(
+                f"--{name} is for the devices of a mesh: give --mesh auto, or --mesh"
+                " rows=R,heads=H,tokens=T"
+            )
+    options.device = options.device or DEVICES[MESH_DEVICE]
     if Path(options.model).name == "config.json":
         options.model = str(Path(options.model).parent)
     if not options.cache:

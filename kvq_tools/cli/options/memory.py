@@ -14,6 +14,7 @@ MEMORY = {
     "h200": 141e9,
     "a100-80gb": 80e9,
 }  # bytes, from the data sheets
+MESH_DEVICE = "h200"
 
 DESCRIPTION = """\
 With --budget alone: the caches that fit it, by resident bytes, the best first,
@@ -103,9 +104,8 @@ def _add_mesh(parser: argparse.ArgumentParser) -> None:
         "--device",
         metavar="DEVICE",
         type=_device,
-        default=peak_rates.DEVICES["h200"],
         help=(
-            f"with --mesh: the kind of its devices, {', '.join(MEMORY)} (default: h200), or peaks "
-            "FLOPS:BYTES"
+            f"with --mesh: the kind of its devices, {', '.join(MEMORY)} (default: {MESH_DEVICE}), "
+            "or peaks FLOPS:BYTES"
         ),
     )

@@ -69,7 +69,7 @@ def add_generator_arguments(parser: argparse.ArgumentParser, text: str | None = 
         )
         parser.add_argument("--text", metavar="FILE", help=text)
     shared.add_number(
-        parser, "--seed", "SEED", "seed of generated samples", type=values.seed, default=0
+        parser, "--seed", "SEED", "seed of generated samples (default: 0)", type=values.seed
     )
     each = "each length" if text is None else "each length and depth"
     shared.add_number(

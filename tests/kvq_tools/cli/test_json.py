@@ -45,6 +45,12 @@ def test_an_error_is_an_object_with_its_line_and_status(run):
     assert not undescribed_keys(found)
 
 
+def test_a_stream_is_no_object(run):
+    code, out, _ = run("generate", "embedded", "--prompt", "a", "--stream", "--json")
+    assert code == 2
+    assert json.loads(out)["error"].endswith("one object at the end: leave out one of them")
+
+
 def test_an_interruption_is_an_object_too(run, monkeypatch):
     def interrupted(_):
         raise KeyboardInterrupt("the same command goes on")

@@ -53,6 +53,23 @@ REFUSED = [
     ),
     ("ruler {model} --task fwe --limit 4294967296", "too many generated samples; give at most 1"),
     (f"passkey {{model}} --max-new-tokens {'9' * 25}", "was trained for 256 positions"),
+    *(
+        (f"{words} {'9' * 5000}", f"'{'9' * 20}...' must be an integer of at least 1 ")
+        for words in (
+            "passkey {model} --max-new-tokens",
+            "memory {model} --cache kivi --context",
+            "generate {model} --prompt a --capacity",
+        )
+    ),
+    ("generate {model} --prompt a --seed ٣", "'٣' must be an integer"),
+    (
+        f"generate {{bare}} --prompt-ids {'9' * 5000}",
+        "9...' is not a list of token ids; write 1,2,3",
+    ),
+    (
+        f"generate {{model}} --prompt a --top-k {'9' * 5000}",
+        "invalid int value: '99999999999999999999...",
+    ),
     (
         "generate {bare} --prompt-ids=1,2 --cache=kivi:pre_rope=true --implementation=pallas",
         "implementation='pallas' cannot run: ",
@@ -60,6 +77,7 @@ REFUSED = [
     ("generate {model} --prompt a --seed 5", "--seed 5 has no effect on greedy decoding: give a"),
     ("generate {model} --prompt a --seed 99999999999999999999999999", "argument --seed: '9999"),
     ("generate {model} --cahce=kivi", "has no option --cahce. Did you mean --cache?"),
+    ("generate {model} --temp 1", "has no option --temp. Did you mean --temperature?"),
     ("memory {model} --cache kivy", "Did you mean kivi?"),
     ("memory {model} --cache KIVI", "Did you mean kivi?"),
     ("memory SmolLM --cache kivi", "is not a Hub id (organisation/name). Did you mean smollm2?"),
@@ -109,7 +127,9 @@ REFUSED = [
     ("niah {model} --task single_1 --text a.txt", "--text is for needles in a text, and single_1"),
     ("memory {model} --cache kivi --mesh heads=3", "2 KV heads do not divide into 3 parts"),
     ("memory {model} --cache kivi --mesh columns=2", "write rows=R,heads=H,tokens=T"),
-    ("memory {model} --cache kivi --devices 8", "--devices is the size of a mesh: give --mesh"),
+    ("memory {model} --cache kivi --devices 8", "--devices is for the devices of a mesh: give --m"),
+    ("memory {model} --cache kivi --device h200", "--device is for the devices of a mesh: give --"),
+    ("memory {model} --budget 1GiB --device h200", "--device is for the devices of a mesh: give -"),
     ("memory {model} --cache kivi --context 10G", "must be an integer of at least 1"),
     # sizes
     ("prefill {model} --prompt 'a key' --out {tmp}/f --capacity 1", "over the capacity of 1"),
@@ -160,6 +180,10 @@ REFUSED = [
     ("eval {model} --text {text} --cache int4 --protocol --limit 999", "--limit is not for"),
     ("serve {model} --cache kvquant:outliers=0", "needs a calibration"),
     ("passkey {model} --data {tmp}/row --lengths 9", "--lengths is for generated samples"),
+    *(
+        (f"{words} --data {{tmp}}/row --seed 0", "--seed is for generated samples")
+        for words in ("passkey {model}", "niah {model}", "ruler {model}")
+    ),
     ("niah {model} --task multikey_1 --max-new-tokens 4", "give one (--text FILE)"),
     ("memory {model} --cache auto:bits=2", "no plan of"),
     ("plan {model} --device h200 --tokens-per-second 9 --budget 2bits", "a speed is a budget"),
@@ -167,7 +191,13 @@ REFUSED = [
     ("report --cache auto:bits=2.5 --text {text} --out {tmp}/o", "needs MODEL, or --from"),
     ("report --cache auto:bits=2.5 --from {text} --out {tmp}/o", "leave out --cache"),
     ("report {model} --from {tmp}/row --out {tmp}/o", "leave out MODEL"),
-    ("report --from {tmp}/row --window 64 --out {tmp}/o", "leave out --window"),
+    *(
+        (f"report --from {{tmp}}/row {words} --out {{tmp}}/o", f"leave out {words.split()[0]}")
+        for words in (
+            *("--window 64", "--buckets 3", "--mode fake", "--steps 2", "--sample 9", "--batch 2"),
+            *("--dtype bfloat16", "--weights dense", "--activations int8"),
+        )
+    ),
     # files
     (
         "calibrate {model} --text {text} --cache kvquant --out {tmp}/f --work {text}",
