@@ -35,8 +35,12 @@ class GrowingText:
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int]):
         self._tokenizer = tokenizer
-        self._window = list(prompt[-CONTEXT:])  # the newest tokens that have a text
-        text = decoded(self._tokenizer, self._window)
+        size = CONTEXT
+        text = decoded(tokenizer, prompt[-size:])
+        while text.startswith(UNFINISHED) and size < min(len(prompt), MAX_WINDOW_TOKENS):
+            size += 1  # the window begins inside a character
+            text = decoded(tokenizer, prompt[-size:])
+        self._window = list(prompt[-size:])  # the newest tokens that have a text
         self._sent = len(text)  # characters of their text
         self._begun = len(text) - len(text.rstrip(UNFINISHED))  # of these, the ones that may change
 
@@ -61,7 +65,7 @@ class GrowingText:
 
     def _shorten(self, unsent: str) -> None:
         """Drop old tokens if the others have the same unsent text."""
-        if len(self._window) < 2 * CONTEXT:
+        if self._begun or len(self._window) < 2 * CONTEXT:
             return
         newest = self._window[-CONTEXT:]
         text = decoded(self._tokenizer, newest)

@@ -41,6 +41,13 @@ def test_pieces_are_together_the_text(text: str, cut: int):
     )
 
 
+def test_a_character_of_several_tokens_before_one_that_the_prompt_begins_is_not_sent_again():
+    ids = TOKENIZER("\U0001f600\U0001f600 \u65e5\u672c", add_special_tokens=False).input_ids
+    for cut in range(len(ids)):
+        pieces = grown(TOKENIZER, ids[:cut], ids[cut:])
+        assert "".join(pieces) == Continuation(TOKENIZER, ids[:cut]).text(ids[cut:]), cut
+
+
 @given(st.lists(st.integers(0, 2047), max_size=30))
 def test_pieces_of_any_tokens_are_their_text(tokens: list[int]):
     assert "".join(grown(TOKENIZER, [], tokens)) == TOKENIZER.decode(
