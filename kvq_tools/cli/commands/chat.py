@@ -19,6 +19,7 @@ from kvq_tools.cli.options.chat import COMMANDS, MAX_DEFAULT_CAPACITY
 from kvq_tools.cli.tables import print_line
 
 PROMPT = "> "
+QUIT, HELP, RESET = "/quit", "/help", "/reset"
 
 
 def run(options: argparse.Namespace) -> None:
@@ -32,12 +33,20 @@ def run(options: argparse.Namespace) -> None:
     with _printed_at_the_end(options, capacity, turns):
         for line in _lines(terminal):
             try:
-                if line.startswith("/"):
-                    if _command(line, conversation):
-                        break
-                elif line.strip():
+                command = line.strip()
+                if command == QUIT:
+                    break
+                if command == HELP:
+                    print(COMMANDS, file=sys.stderr)
+                elif command == RESET:
+                    conversation.reset()
+                    console.note("a new conversation")
+                elif terminal and _mistyped(command):
+                    console.note(f"{command} is not a command; {HELP} lists them")
+                elif command:
                     cache = None if options.json else options.cache.text
-                    turns.append(_turn(conversation, tokenizer, line, cache))
+                    said = line[1:] if line.startswith("//") else line
+                    turns.append(_turn(conversation, tokenizer, said, cache))
             except console.UserError as error:
                 if not terminal:
                     raise
@@ -149,19 +158,9 @@ def _typed() -> str:
     return sys.stdin.readline()
 
 
-def _command(line: str, conversation: Conversation) -> bool:
-    """Run a line that starts with /. Return True if the user wants to leave."""
-    match line.strip():
-        case "/quit":
-            return True
-        case "/help":
-            print(COMMANDS, file=sys.stderr)
-        case "/reset":
-            conversation.reset()
-            console.note("a new conversation")
-        case other:
-            raise console.UserError(f"{other.split()[0]} is not a command; /help lists them")
-    return False
+def _mistyped(line: str) -> bool:
+    """Return True if a typed line looks like a command: one word after a single slash."""
+    return line.startswith("/") and not line.startswith("//") and len(line.split()) == 1
 
 
 def _turn(

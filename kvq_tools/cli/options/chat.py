@@ -13,6 +13,7 @@ COMMANDS = """\
 /reset   forget the conversation and start again with an empty cache
 /help    show this help
 /quit    leave (or press Ctrl-D)
+//...    say a line that begins with a slash, without the first one
 Ctrl-C   stop an answer; the part that was shown stays in the conversation"""
 
 DESCRIPTION = """\

@@ -267,6 +267,14 @@ def test_in_a_terminal_mistakes_are_lines_and_the_conversation_goes_on(talking):
     assert out.count(first) == 2
 
 
+def test_a_line_that_begins_with_a_slash_can_be_said(talking):
+    lines = ("/etc/fstab is a file", "/what", "//help", "/help")
+    code, found, _ = talking("".join(f"{line}\n" for line in lines), "--json")
+    said = [turn["user"] for turn in json.loads(found)["turns"]]
+    assert (code, said) == (0, ["/etc/fstab is a file", "/what", "/help"])
+    assert "is not a command" not in talking(Typed(f"{lines[0]}\n/quit\n"))[2]
+
+
 @pytest.mark.usefixtures("sigint")
 def test_ctrl_c_stops_an_answer_and_the_next_turn_works(talking, monkeypatch):
     push, presses = Continuation.push, iter([True])
