@@ -1,4 +1,5 @@
-"""Leave on Ctrl-C within a second, whatever the process is doing, and without tearing it down.
+"""Leave on Ctrl-C within a second, whatever the process is doing, and without tearing it down. A
+command that keeps what is complete treats SIGTERM as a press of it.
 
 Python raises KeyboardInterrupt only when the main thread next runs Python code. That takes many
 seconds while XLA compiles, and an exception in a callback from native code can be lost. Tearing an
@@ -32,6 +33,7 @@ class _Presses:
     def __init__(self) -> None:
         self.pressed = False
         self.begun = False
+        self.signals: tuple[int, ...] = ()  # those that the other thread reads
         self.advice = ""
         self.as_json: Callable[[str], str] | None = None
         self.spared = 0
@@ -54,13 +56,13 @@ _presses = _Presses()
 
 
 def watch() -> None:
-    """Begin to watch for Ctrl-C, in a process that runs one command. If SIGINT is ignored, as under
-    nohup, it stays ignored."""
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        return
+    """Begin to watch for Ctrl-C, in a process that runs one command. If SIGINT is ignored, as in a
+    script's background jobs, it stays ignored."""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
-    signal.signal(signal.SIGINT, _press)
+    _presses.signals = (signal.SIGINT,)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _press)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     sys.unraisablehook = _without_interrupts(sys.unraisablehook)
     threading.Thread(
@@ -68,10 +70,13 @@ def watch() -> None:
     ).start()
 
 
-def begin() -> None:
+def begin(*, terminates: bool = False) -> None:
     """Mark the start of the command. Before it modules are imported, nothing can be lost, and a
-    press ends the process at once."""
+    press ends the process at once. If the command `terminates`, SIGTERM is a press from now on."""
     _presses.begun = True
+    if terminates and _presses.signals:
+        _presses.signals = (signal.SIGINT, signal.SIGTERM)
+        signal.signal(signal.SIGTERM, _press)
 
 
 def promise_json(as_json: Callable[[str], str] | None) -> None:
@@ -87,7 +92,8 @@ def json_promised() -> bool:
 def done() -> None:
     """Mark the end of the command. A press while the interpreter is torn down then has no
     effect."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in _presses.signals:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def caught() -> None:
@@ -122,8 +128,8 @@ def spared() -> Iterator[None]:
 @contextlib.contextmanager
 def noted(message: str = "") -> Iterator[Callable[[], bool]]:
     """Yield a function that returns whether Ctrl-C was pressed. A first press has no other effect
-    than the line `message`, a second one interrupts as usual. If SIGINT is ignored, it stays
-    ignored."""
+    than the line `message`, a second one interrupts as usual. A signal that is ignored, or that has
+    the system's handler, keeps it."""
     pressed = threading.Event()
 
     def press(*_: object) -> None:
@@ -133,16 +139,19 @@ def noted(message: str = "") -> Iterator[Callable[[], bool]]:
         if message:
             _write_line(message)
 
-    elsewhere = threading.current_thread() is not threading.main_thread()
-    if elsewhere or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
+    if threading.current_thread() is not threading.main_thread() or not handlers:
         yield pressed.is_set
         return
-    previous = signal.signal(signal.SIGINT, press)
+    for number in handlers:
+        signal.signal(number, press)
     try:
         with spared():
             yield pressed.is_set
     finally:
-        signal.signal(signal.SIGINT, previous)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def was_pressed() -> bool:
@@ -184,7 +193,7 @@ def _without_interrupts(hook: Callable[[Any], object]) -> Callable[[Any], object
 
 def _leave_when_stuck(reading: int) -> None:
     while signals := os.read(reading, 1):
-        if signals[0] != signal.SIGINT:
+        if signals[0] not in _presses.signals:
             continue
         if _presses.spared:
             _presses.spared -= 1

@@ -49,6 +49,8 @@ COMMANDS = {
 }
 
 PASSED_ON = ("lm-eval",)  # commands that hand their arguments to another program
+# commands that print or keep what is complete if SIGTERM ends them, as after Ctrl-C
+KEEPING = ("eval", "generate", "niah", "passkey", "plan", "report", "ruler")
 WITHOUT_PROGRAMS = ("fetch", "memory", "methods")  # commands that compile nothing
 
 DESCRIPTION = """\
@@ -269,7 +271,7 @@ def _run(arguments: Sequence[str]) -> int:
         if arguments[0] == "chat" or getattr(options, "chat", False):
             chat_template.start()  # a second of another processor, during the import of JAX
         command = _module("commands", arguments[0])  # imports JAX
-        interruption.begin()
+        interruption.begin(terminates=arguments[0] in KEEPING)
         if not getattr(options, "no_compilation_cache", arguments[0] in WITHOUT_PROGRAMS):
             from kvq_tools.cli import compilation_cache
 

@@ -135,6 +135,35 @@ def test_ctrl_c_ends_a_command_whose_stderr_cannot_be_written():
     assert done.returncode == 130
 
 
+TERMINATED = """
+import os, signal, sys
+from kvq_tools.cli import interruption
+signal.signal(signal.SIGINT, getattr(signal, sys.argv[1]))
+interruption.watch()
+interruption.begin(terminates=True)
+with interruption.noted("finishing") as pressed:
+    os.kill(os.getpid(), signal.SIGTERM)
+    print(pressed())
+try:
+    os.kill(os.getpid(), signal.SIGTERM)
+except KeyboardInterrupt:
+    interruption.caught()
+    print("interrupted")
+"""
+
+
+@pytest.mark.parametrize("sigint", ["default_int_handler", "SIG_IGN"])
+def test_sigterm_is_a_press_for_a_command_that_keeps_what_is_complete(sigint):
+    done = subprocess.run(
+        [sys.executable, "-c", TERMINATED, sigint],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": ":".join(sys.path)},
+        timeout=60,
+    )
+    assert (done.stdout, done.stderr) == ("True\ninterrupted\n", "kvq: finishing\n")
+
+
 @pytest.mark.usefixtures("sigint")
 @pytest.mark.parametrize("ignored", [False, True])
 def test_a_press_is_noted_unless_sigint_is_ignored(ignored):
