@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from kvq_tools.cli import interruption
 
 ERASED = "\x1b[K"  # clears a terminal's line from the cursor on
+PIPED_BAR_SECONDS = 60  # between lines about a long loop if stderr is not a terminal
 PIPED_SECONDS = 5  # between lines about a long prompt if stderr is not a terminal
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # why a file cannot grow
 # one number for all formats; goes up if a key is renamed, removed or gets a new meaning
@@ -224,12 +225,19 @@ def progress(
 
 
 def bar(items: Sequence[T], message: str) -> Iterator[T]:
-    """Yield the items of a long loop. Show a bar on stderr in a terminal and a line elsewhere, or
-    nothing if there are no items."""
-    shown = sys.stderr.isatty()
-    if items and not shown:
+    """Yield the items of a long loop. Show a bar on stderr in a terminal, a line at the start and
+    every minute elsewhere, or nothing if there are no items."""
+    if items and sys.stderr.isatty():
+        yield from _bar(items, desc=f"kvq: {message}")
+        return
+    if items:
         note(f"{message}, {len(items)} ...")
-    yield from _bar(items, desc=f"kvq: {message}") if items and shown else items
+    told = time.monotonic()
+    for done, item in enumerate(items):
+        if done and time.monotonic() - told >= PIPED_BAR_SECONDS:
+            note(f"{message}: {done}/{len(items)} ...")
+            told = time.monotonic()
+        yield item
 
 
 def _bar(*items: Any, **options: Any) -> Any:

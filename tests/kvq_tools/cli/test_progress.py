@@ -84,6 +84,15 @@ def test_the_share_that_is_read_is_shown_with_its_speed_in_a_pipe(capsys, monkey
     assert " 100%" in lines[4]
 
 
+def test_a_pipe_gets_a_line_every_minute_of_a_long_loop(capsys, monkeypatch):
+    monkeypatch.setattr(console, "PIPED_BAR_SECONDS", 0.1)
+    for seconds in console.bar([0, 0.15, 0, 0.15, 0], "evaluating"):
+        time.sleep(seconds)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "kvq: evaluating, 5 ..."
+    assert {"kvq: evaluating: 2/5 ...", "kvq: evaluating: 4/5 ..."} <= set(lines)
+
+
 @pytest.mark.skipif(unavailable() is not None, reason="the CPU kernels are not compiled")
 def test_the_kernel_counts_layers_of_prompts_and_not_their_older_bodies():
     rows, counts = jnp.ones((1, 1, 4, 8)), [prompts_attended()]
