@@ -13,7 +13,7 @@ from kvq_tools.cli.model_loading import load_model, prepared
 from kvq_tools.cli.tables import number, print_line, print_table
 from kvq_tools.cli.until_pressed import OF_READ_WINDOWS, UntilPressed, first_batch
 from kvq_tools.evaluation.defaults import BATCH, BUCKETS, CACHE_DTYPE
-from kvq_tools.evaluation.intervals import Estimate
+from kvq_tools.evaluation.intervals import EACH, Estimate
 from kvq_tools.evaluation.protocol import (
     DECODED_FROM,
     READINGS,
@@ -198,6 +198,7 @@ def _print(result: dict[str, Any]) -> None:
         part = f", {complete} windows" * (complete < result["text_windows"])
         print_table(WORDS[reading] + part, rows)
         print_line(result["verdicts"][reading])
+    print_line(f"{EACH}.")
 
 
 def _with_interval(numbers: dict[str, Any], name: str, form: str) -> str:

@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from scipy.special import stdtrit
+from scipy.special import ndtri, stdtrit
 
 CONFIDENCE = 0.95
+EACH = "Each interval is at 95 %, not corrected for the number of comparisons"
 ROUNDING = 1e-12  # relative
 MAX_LOG = math.log(sys.float_info.max)
 
@@ -55,6 +56,16 @@ def mean_interval(values: Sequence[float]) -> Interval:
     mean = float(np.mean(values))
     half = t_quantile(len(values)) * float(np.std(values, ddof=1)) / math.sqrt(len(values))
     return Interval(mean - half, mean + half) if math.isfinite(half) else NONE
+
+
+def share_interval(share: float, samples: int) -> Interval:
+    """Return Wilson's interval of a share of right answers. Of scores between 0 and 1 it is at
+    least as wide as it has to be: none of their mean vary more than right and wrong ones."""
+    z2 = float(ndtri((1 + CONFIDENCE) / 2)) ** 2
+    centre = share + z2 / (2 * samples)
+    half = math.sqrt(z2 * (share * (1 - share) / samples + z2 / (4 * samples**2)))
+    scale = 1 + z2 / samples
+    return Interval(max(0.0, (centre - half) / scale), min(1.0, (centre + half) / scale))
 
 
 def kl_interval(windows: Sequence[float]) -> Interval:

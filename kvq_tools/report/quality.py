@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from kvq_tools.evaluation.intervals import EACH
 from kvq_tools.report.drawing import (
     HALF,
     WIDE,
@@ -52,8 +53,21 @@ def verdict(report: CacheReport) -> str:
 
 
 def advice(report: CacheReport) -> str:
-    """Return the recommendation, and a warning about meaningless numbers."""
-    return " ".join(text for text in (verdict(report), warning(report)) if text)
+    """Return the recommendation, what its intervals leave out, and a warning about meaningless
+    numbers."""
+    parts = verdict(report), certainty(report), warning(report)
+    return " ".join(text for text in parts if text)
+
+
+def certainty(report: CacheReport) -> str:
+    """Return a sentence about what the intervals behind the recommendation leave out."""
+    window, stride = report.request.window, report.request.stride
+    if stride == window or report.text.tokens <= window:
+        return f"{EACH}."
+    return (
+        f"{EACH}, and taken as if windows were independent, though neighbours share"
+        f" {window - stride} tokens."
+    )
 
 
 def warning(report: CacheReport) -> str:

@@ -53,6 +53,11 @@ def test_all_caches_get_the_same_windows_and_both_readings(request_of, run):
         assert "int2" in found["verdicts"][reading]
 
 
+def test_the_tables_end_with_what_their_intervals_leave_out(request_of, run):
+    said = run(*request_of())[1].splitlines()[-1]
+    assert said == "Each interval is at 95 %, not corrected for the number of comparisons."
+
+
 def test_a_short_text_has_fewer_windows_or_is_refused_in_its_tokens():
     config = read_config(EMBEDDED)
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvq_tools.evaluation.intervals import paired_ratio
 from kvq_tools.report import schema
-from kvq_tools.report.quality import verdict
+from kvq_tools.report.quality import advice, verdict
 
 COMMITTED = pathlib.Path(__file__).with_name("smollm2_report.json")
 HARD = (0.5, 1.5, 0.8, 1.2)  # how much harder a window is than the mean
@@ -46,6 +46,19 @@ def test_it_names_the_caches_that_the_windows_tell_apart_from_the_largest_to_the
     worse = told(report, smallest, cache(report, "b", 5.04, 0.4), further)
     assert "take c" in worse, "the sentence follows the numbers"
     assert "b is no smaller and further" in worse
+
+
+def test_the_advice_says_what_its_intervals_leave_out(report):
+    def advised(stride: int) -> str:
+        request = dataclasses.replace(report.request, window=1024, stride=stride)
+        return advice(dataclasses.replace(report, request=request))
+
+    each = "not corrected for the number of comparisons"
+    assert (
+        f"{each}, and taken as if windows were independent, though neighbours share 256 tokens."
+        in advised(768)
+    )
+    assert f"{each}." in advised(1024)
 
 
 def test_caches_with_other_windows_are_not_ranked(report):
