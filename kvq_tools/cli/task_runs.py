@@ -20,6 +20,7 @@ from kvq_tools.cli.options.tasks import MAX_DEFAULT_LENGTH, MAX_SAMPLES, SAMPLES
 from kvq_tools.cli.tables import print_table
 from kvq_tools.cli.until_pressed import UntilPressed
 from kvq_tools.evaluation.defaults import CACHE_DTYPE
+from kvq_tools.evaluation.intervals import share_interval
 from kvq_tools.evaluation.tasks.filler import NoRoomError
 from kvq_tools.evaluation.tasks.runner import ScoredAnswer, capacity, check_samples, run
 from kvq_tools.evaluation.tasks.sample import AnswerRule, TaskPrompts, TaskSample
@@ -151,6 +152,7 @@ def run_task(
         measured.append({"name": text} | _sizes(spec, config, samples) | seconds | scores)
         if batches.pressed:
             break
+    against_first(measured)
     result = _result(options, measured, rules, settings)
     if options.json:
         console.print_json("task", result)
@@ -222,8 +224,23 @@ def summary(
     return {
         "scores": _means(answers),
         "by": by_label,
+        "intervals": {
+            metric: list(share_interval(share, len(answers)))
+            for metric, share in _means(answers).items()
+        },
         "answers": [described(samples[a.index], a) for a in answers],
     }
+
+
+def against_first(caches: Sequence[dict[str, Any]]) -> None:
+    """Add to each cache on how many samples its first score is above and below that of the first
+    cache."""
+    metric = next(iter(caches[0]["scores"]))
+    firsts = [answer[metric] for answer in caches[0]["answers"]]
+    for cache in caches:
+        pairs = list(zip((answer[metric] for answer in cache["answers"]), firsts, strict=True))
+        cache["won"] = sum(score > first for score, first in pairs)
+        cache["lost"] = sum(score < first for score, first in pairs)
 
 
 def _means(answers: Sequence[ScoredAnswer]) -> dict[str, float]:
@@ -256,11 +273,16 @@ def _print(result: dict[str, Any]) -> None:
     title = (
         f"\n{result['model']}: {result['task']}, {console.counted(result['samples'], 'samples')}"
         f" with prompts of {result['prompt_tokens'][0]} to {result['prompt_tokens'][1]} tokens;"
-        f" scores in percent; bytes at {first['capacity']} tokens; {result['dtype']}"
+        f" scores in percent [95 % interval]; bytes at {first['capacity']} tokens;"
+        f" {result['dtype']}"
     )
     rows = [
         {"cache": c["name"]}
-        | {metric: _percent(score) for metric, score in c["scores"].items()}
+        | {
+            metric: f"{_percent(score)} [{', '.join(map(_percent, c['intervals'][metric]))}]"
+            for metric, score in c["scores"].items()
+        }
+        | ({"won, lost": f"{c['won']}, {c['lost']}"} if c is not first else {"won, lost": ""})
         | cache_sizes.size_cells(c)
         for c in result["caches"]
     ]

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from kvq_tools.evaluation.intervals import kl_interval, mean_interval, paired_ratio
+from kvq_tools.evaluation.intervals import kl_interval, mean_interval, paired_ratio, share_interval
 
 DRAWS = 4000
 
@@ -15,6 +15,14 @@ def test_a_mean_of_few_windows_lies_in_95_of_100_intervals(windows: int):
     samples = np.random.default_rng(windows).normal(3, 2, (DRAWS, windows)).tolist()
     inside = [low <= 3 <= high for low, high in map(mean_interval, samples)]
     assert 0.93 < np.mean(inside) < 0.97
+
+
+@pytest.mark.parametrize(
+    ("share", "samples", "low", "high"),
+    [(0.0, 4, 0.0, 0.4899), (1.0, 20, 0.8389, 1.0), (0.9, 20, 0.6990, 0.9721)],
+)
+def test_a_share_has_the_limits_of_wilson(share: float, samples: int, low: float, high: float):
+    assert share_interval(share, samples) == pytest.approx((low, high), abs=1e-4)
 
 
 @pytest.mark.parametrize("windows", [8, 24])

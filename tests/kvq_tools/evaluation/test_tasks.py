@@ -184,6 +184,8 @@ def test_a_cache_that_forgets_fails_and_the_exact_one_remembers(run_json, tmp_pa
     exact, forgetful = found["caches"]
     assert exact["scores"] == {"accuracy": 1}
     assert forgetful["scores"] == {"accuracy": 0}
+    assert (exact["won"], exact["lost"], forgetful["won"], forgetful["lost"]) == (0, 0, 0, 4)
+    assert exact["intervals"]["accuracy"] == pytest.approx([0.5101, 1], abs=1e-4)
     assert [
         (part["depth"], part["samples"], part["accuracy"]) for part in exact["by"]["depth"]
     ] == [(0.2, 2, 1), (0.6, 2, 1)]
