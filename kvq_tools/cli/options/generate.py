@@ -79,6 +79,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--draft",
         "N",
         "prompt-lookup decoding: draft up to N tokens per step from earlier text; output "
-        "is unchanged (default: none)",
+        "is unchanged up to rounding (default: none)",
         type=values.integer(1, MAX_DRAFTS),
     )
