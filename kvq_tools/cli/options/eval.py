@@ -12,7 +12,8 @@ once without a cache. Prints
   perplexity, bits/byte   of the text: exp(mean -log q), and the bits per UTF-8
                           byte of the scored tokens
   KL                      mean KL(p || q) of the predicted distributions, p
-                          without a cache and q through it
+                          without a cache and q through it, with full-precision
+                          rows in --dtype
   top-1 agreement         how often the likeliest next token is the same; if it
                           is not, the cache flips it
   quantized tokens        among those that the last step of a window reads;
