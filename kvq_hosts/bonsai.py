@@ -4,7 +4,10 @@
     logits, cache = modeling.forward(model, cache, tokens, pad_id)
 
 bonsai keeps a list with an NNX module for each layer. Here a module holds a `kvq.cache.LayerCache`.
-Prompts are padded on the left, as bonsai's own script pads them.
+Prompts are padded on the left, as bonsai's own script pads them. bonsai takes every token that has
+the padding's id for padding, also inside a prompt: other tokens do not see it. A cache here is
+causal and takes no mask: from a row's first other token on, such tokens are read, at bonsai's
+positions.
 """
 
 # pyright: reportMissingImports=false, reportInvalidTypeForm=false
@@ -19,7 +22,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 import kvq_jax as kvq
-from kvq_hosts.served import check_served
+from kvq_hosts.served import check_served, left_padded_lengths
 
 
 class QuantizedLayer(nnx.Module):
@@ -92,7 +95,7 @@ class _Attention(modeling.Attention):
             modeling.apply_rope(q, *rotation),
             modeling.apply_rope(k, *rotation),
             self.v_proj(x),
-            lengths=jnp.sum(segment_ids, axis=1, dtype=jnp.int32) if tokens > 1 else None,
+            lengths=left_padded_lengths(segment_ids != 0) if tokens > 1 else None,
             prefill=tokens > 1,
             padding="left",
         )

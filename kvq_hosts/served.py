@@ -1,13 +1,27 @@
-"""Refuse methods that read more than a host's attention layer gives them."""
+"""What the adapters share: rows that a host pads on the left, and what they refuse."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 import jax
-from jaxtyping import Array
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
 
 import kvq_jax as kvq
+
+
+def left_padded_lengths(visible: Bool[Array, "B T"]) -> Int[Array, " B"]:
+    """Return the tokens of each row from its first visible one on: 0 for a row of padding alone.
+
+    Hosts find padding by its token id, which may also be inside a prompt: tunix takes the end of a
+    turn for a tokenizer without a padding token. Such a token is real here, and is read.
+
+    Args:
+        visible: False for tokens that have the padding's id.
+    """
+    tokens = visible.shape[1] - jnp.argmax(visible, axis=1)
+    return jnp.where(jnp.any(visible, axis=1), tokens, 0).astype(jnp.int32)
 
 
 def check_served(plans: Iterable[kvq.cache.CachePlan], host: str) -> None:

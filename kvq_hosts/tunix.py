@@ -4,8 +4,13 @@
     sampler = Sampler(model, tokenizer, CacheConfig(cache_size=4096, ...))
 
 tunix pads prompts on the left and keeps a dict of one entry for each layer. Here an entry is a
-`kvq.cache.LayerCache`. The sampler's attention mask says how many tokens of a row are real and how
-long the cache is. Greedy sampling, top-p and beam search work on these caches as on tunix' own.
+`kvq.cache.LayerCache`. The sampler's attention mask says at which token a row begins and how long
+the cache is. Greedy sampling, top-p and beam search work on these caches as on tunix' own.
+
+tunix hides every token that has the padding's id from all others, and counts no position for it,
+also inside a prompt and after it. Its tokenizers without a padding token, such as Llama 3's, pad
+with the end of a turn, so this hides the turns' ends in a conversation. Caches here are causal and
+take no mask: from a row's first other token on, such tokens are read, at tunix' positions.
 """
 
 # pyright: reportMissingImports=false, reportInvalidTypeForm=false
@@ -17,7 +22,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
@@ -27,7 +31,7 @@ from tunix.models.qwen2 import model as qwen2
 from tunix.models.qwen3 import model as qwen3
 
 import kvq_jax as kvq
-from kvq_hosts.served import check_served
+from kvq_hosts.served import check_served, left_padded_lengths
 
 Model = llama3.Llama3 | qwen2.Qwen2 | qwen3.Qwen3 | gemma3.Gemma3
 QKV = tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]
@@ -121,8 +125,8 @@ def _through_cache(
     out, cache = attention.kvq.plan(mask.shape[2], dtype).attend(
         cache,
         *qkv,
-        # the newest token of a prompt is real, and sees all real ones
-        lengths=jnp.sum(mask[:, -1], axis=-1, dtype=jnp.int32) if tokens > 1 else None,
+        # the newest token of a prompt sees all whose id is not the padding's
+        lengths=left_padded_lengths(mask[:, -1, :tokens]) if tokens > 1 else None,
         prefill=tokens > 1,
         padding="left",
     )

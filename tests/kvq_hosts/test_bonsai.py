@@ -9,10 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-bonsai = pytest.importorskip("kvq_hosts.bonsai", reason="bonsai is not installed")
+pytest.importorskip("bonsai", reason="bonsai is not installed")
 
-from bonsai.utils.samplers import GreedySampler, Sampler  # noqa: E402
-from flax import nnx  # noqa: E402
+from bonsai.utils.samplers import GreedySampler, Sampler
+from flax import nnx
+
+from kvq_hosts import bonsai
 
 modeling = bonsai.modeling
 pytestmark = pytest.mark.filterwarnings("ignore")  # bonsai's own

@@ -5,15 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-tunix = pytest.importorskip("kvq_hosts.tunix", reason="google-tunix is not installed")
+pytest.importorskip("tunix", reason="google-tunix is not installed")
 
-from flax import nnx  # noqa: E402
-from tunix.generate.sampler import CacheConfig, Sampler  # noqa: E402
+from flax import nnx
+from tunix.generate import utils
+from tunix.generate.sampler import CacheConfig, Sampler
 
-import kvq_jax as kvq  # noqa: E402
+import kvq_jax as kvq
+from kvq_hosts import tunix
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # tunix' own, of its deprecated calls
 PROMPTS = ["a b c d e f g h", "k l m"]
@@ -84,6 +87,23 @@ def test_the_exact_cache_samples_what_tunix_samples(family: str):
     np.testing.assert_allclose(found, expected, atol=1e-4)
     _, coarse = sampled(tunix.with_cache(model, "int2:sink=0,recent=0,block=8"))
     assert np.abs(coarse - expected).max() > 1e-2, "the cache is not read"
+
+
+@pytest.mark.parametrize("family", ["llama3", "gemma3"])
+def test_a_token_with_the_paddings_id_inside_a_prompt_is_read(family: str):
+    model = tunix.with_cache(model_of(family), "dense")
+    tokens = jnp.asarray([[0, 0, 5, 6, 7, 0, 8, 9]])
+    positions = jnp.maximum(jnp.arange(8) - 2, 0)[None]
+
+    def read(visible: jax.Array) -> tuple[np.ndarray, list[int]]:
+        mask = utils.make_causal_attn_mask(visible, SIZE)
+        logits, cache = model(tokens, positions, model.init_cache(1, SIZE, "float32"), mask)
+        return np.asarray(logits)[:, 2:], [int(layer.lengths[0]) for layer in cache.values()]
+
+    logits, lengths = read(tokens != 0)
+    expected, _ = read(jnp.arange(8)[None] >= 2)
+    np.testing.assert_array_equal(logits, expected)
+    assert set(lengths) == {6}
 
 
 def test_beams_move_with_their_caches():
