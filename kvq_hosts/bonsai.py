@@ -7,7 +7,8 @@ bonsai keeps a list with an NNX module for each layer. Here a module holds a `kv
 Prompts are padded on the left, as bonsai's own script pads them. bonsai takes every token that has
 the padding's id for padding, also inside a prompt: other tokens do not see it. A cache here is
 causal and takes no mask: from a row's first other token on, such tokens are read, at bonsai's
-positions.
+positions. A call with one token is a step, also if it is the whole prompt: a method with statistics
+of the prompt then keeps its neutral ones.
 """
 
 # pyright: reportMissingImports=false, reportInvalidTypeForm=false

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,18 @@ def left_padded_lengths(visible: Bool[Array, "B T"]) -> Int[Array, " B"]:
     """
     tokens = visible.shape[1] - jnp.argmax(visible, axis=1)
     return jnp.where(jnp.any(visible, axis=1), tokens, 0).astype(jnp.int32)
+
+
+def check_on_one_device(weights: Any, host: str) -> None:
+    """Raise NotImplementedError if a pytree of weights is on several devices: the adapter of `host`
+    neither splits the cache as the host splits its own nor keeps the host's constraints."""
+    for leaf in jax.tree.leaves(weights):
+        traced = isinstance(leaf, jax.core.Tracer)
+        if isinstance(leaf, jax.Array) and not traced and len(leaf.sharding.device_set) > 1:
+            devices = len(leaf.sharding.device_set)
+            raise NotImplementedError(
+                f"a model of {host} on {devices} devices has no adapter: load it on one device"
+            )
 
 
 def check_served(plans: Iterable[kvq.cache.CachePlan], host: str) -> None:

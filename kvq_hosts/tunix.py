@@ -11,6 +11,9 @@ tunix hides every token that has the padding's id from all others, and counts no
 also inside a prompt and after it. Its tokenizers without a padding token, such as Llama 3's, pad
 with the end of a turn, so this hides the turns' ends in a conversation. Caches here are causal and
 take no mask: from a row's first other token on, such tokens are read, at tunix' positions.
+
+A call with one token is a step, also if it is the whole prompt: a method with statistics of the
+prompt then keeps its neutral ones.
 """
 
 # pyright: reportMissingImports=false, reportInvalidTypeForm=false
@@ -31,7 +34,7 @@ from tunix.models.qwen2 import model as qwen2
 from tunix.models.qwen3 import model as qwen3
 
 import kvq_jax as kvq
-from kvq_hosts.served import check_served, left_padded_lengths
+from kvq_hosts.served import check_on_one_device, check_served, left_padded_lengths
 
 Model = llama3.Llama3 | qwen2.Qwen2 | qwen3.Qwen3 | gemma3.Gemma3
 QKV = tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]
@@ -45,7 +48,8 @@ def with_cache(model: Model, spec: kvq.cache.CacheSpec | str) -> Model:
         spec: the cache, or its text.
 
     Raises:
-        NotImplementedError: for other models, tunix' flash attention, and images.
+        NotImplementedError: for other models, weights on several devices, tunix' flash attention,
+            and images.
         ValueError: if the spec does not fit the model, or its method needs parameters.
     """
     if type(model) not in MODELS:
@@ -57,6 +61,7 @@ def with_cache(model: Model, spec: kvq.cache.CacheSpec | str) -> Model:
         )
     if getattr(model.config, "vision_config", None) is not None:
         raise NotImplementedError("tokens of an image see later ones, which no cache here computes")
+    check_on_one_device(nnx.state(model), "tunix")
     spec, config = kvq.parse(spec), model.config
     dims = kvq.CacheDims(
         config.num_layers,
@@ -133,6 +138,11 @@ def _through_cache(
     return cache, project(out)
 
 
+def _refuse_segments(segment_ids: Any) -> None:
+    if segment_ids is not None:
+        raise NotImplementedError("a cache has one sequence a row: leave segment_ids out")
+
+
 class _Llama3Attention(llama3.Attention):
     def block(self, x: Array, segment_pos: Int[Array, "B T"], cache: Any, attn_mask: Any) -> Any:
         if cache is None:
@@ -156,6 +166,7 @@ class _Qwen3Attention(qwen3.Attention):
     ) -> Any:
         if cache is None:
             return super().block(x, segment_pos, cache, attn_mask, segment_ids)
+        _refuse_segments(segment_ids)
 
         def rotated(rows: Array) -> Array:
             return qwen3.apply_rope(rows, segment_pos, head_dim=self.head_dim)
@@ -172,6 +183,7 @@ class _Qwen2Attention(qwen2.Attention):
     ) -> Any:
         if cache is None:
             return super().block(x, cache, attn_mask, sin, cos, segment_ids)
+        _refuse_segments(segment_ids)
 
         def biased(rows: Array, bias: nnx.Param) -> Array:
             return rows + bias[...].astype(rows.dtype).reshape(1, 1, *rows.shape[2:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import jax
@@ -11,10 +12,12 @@ import pytest
 
 pytest.importorskip("bonsai", reason="bonsai is not installed")
 
-from bonsai.utils.samplers import GreedySampler, Sampler
 from flax import nnx
 
-from kvq_hosts import bonsai
+with warnings.catch_warnings(action="ignore"):  # bonsai's own
+    from bonsai.utils.samplers import GreedySampler, Sampler
+
+    from kvq_hosts import bonsai
 
 modeling = bonsai.modeling
 pytestmark = pytest.mark.filterwarnings("ignore")  # bonsai's own
@@ -67,6 +70,12 @@ def test_the_exact_cache_samples_what_bonsai_samples(sampler: Any):
     coarse = bonsai.with_cache(model, "int2:sink=0,recent=0,block=4", *sizes)
     assert np.abs(sampled(*coarse, sampler)[1] - expected).max() > 1e-2, "the cache is not read"
     assert type(model.layers[0].attn) is modeling.Attention, "the caller's model is changed"
+
+
+def test_a_token_with_the_paddings_id_inside_a_prompt_is_read():
+    model, cache = bonsai.with_cache(model_of(), "dense", 1, 8, STEPS, "float32")
+    modeling.forward(model, cache, jnp.asarray([[0, 0, 5, 6, 7, 0, 8, 9]], jnp.int32), 0)
+    assert [int(layer.kept.get_value().lengths[0]) for layer in cache] == [6, 6]
 
 
 def test_what_has_no_adapter_is_refused():

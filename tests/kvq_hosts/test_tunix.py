@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import jax
@@ -12,13 +13,16 @@ import pytest
 pytest.importorskip("tunix", reason="google-tunix is not installed")
 
 from flax import nnx
-from tunix.generate import utils
-from tunix.generate.sampler import CacheConfig, Sampler
 
 import kvq_jax as kvq
-from kvq_hosts import tunix
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # tunix' own, of its deprecated calls
+with warnings.catch_warnings(action="ignore"):  # tunix' own, of deprecated calls
+    from tunix.generate import utils
+    from tunix.generate.sampler import CacheConfig, Sampler
+
+    from kvq_hosts import tunix
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # tunix' own
 PROMPTS = ["a b c d e f g h", "k l m"]
 STEPS, SIZE, VOCAB = 24, 64, 64
 

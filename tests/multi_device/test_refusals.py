@@ -2,9 +2,12 @@
 
 import re
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import kvq_jax as kvq
+from kvq_hosts.served import check_on_one_device
 from kvq_models import generate
 from tests.multi_device.tiny_model import TOKENS, cache_of, model
 
@@ -93,3 +96,12 @@ def test_what_cannot_be_is_refused_in_one_line(name: str):
     with pytest.raises(ValueError, match=re.escape(message)) as found:
         call()
     assert "\n" not in str(found.value)
+
+
+def test_a_hosts_model_on_several_devices_is_refused_in_one_line():
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+    for spec in (jax.P("x"), jax.P()):
+        weights = jax.device_put(jnp.zeros(8), jax.NamedSharding(mesh, spec))
+        with pytest.raises(NotImplementedError, match=r"on 2 devices .* load it on one device"):
+            check_on_one_device({"w": weights}, "tunix")
+    check_on_one_device({"w": jnp.zeros(8), "name": "x"}, "tunix")
