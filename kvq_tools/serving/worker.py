@@ -164,6 +164,7 @@ class Worker:
                 self.failure = reason
                 left, self._inbox = [*left, *self._inbox], []
             self._unended = len(self._inbox)
+        self.ended["failed"] += len(left)
         for job in left:
             job.answer.send(job.answer.fail(reason))
 

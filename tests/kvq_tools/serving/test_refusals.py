@@ -7,6 +7,7 @@ import json
 import socket
 import threading
 import time
+from collections import Counter
 from typing import Any
 
 import openai
@@ -198,6 +199,7 @@ def test_an_engine_that_fails_is_told_to_who_waits_and_to_who_comes(
         for _ in range(MAX_FAILURES):
             status, body = broken.post("/v1/completions", asked)
             assert (status, body["error"]["message"]) == (500, told)
+        assert broken.service.worker.ended == Counter(failed=MAX_FAILURES)
         status, body = broken.post("/v1/completions", asked)
         assert (status, body["error"]["code"]) == (503, "service_unavailable")
         assert broken.raw("GET", "/health")[0] == 503
