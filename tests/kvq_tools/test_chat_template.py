@@ -1,6 +1,9 @@
 """Messages that spell special tokens stay text, in every command and in the server."""
 
 import asyncio
+import random
+import re
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -120,3 +123,27 @@ def test_a_question_to_a_saved_prompt_adds_no_special_token(tokenizer):
     saved = opening(tokenizer, f"A document {END}", chat=True)
     ids = saved.joined(tokenizer, f"What? {END}")
     assert controls(tokenizer, ids) == ["<|im_start|>", END, "<|im_start|>"]
+
+
+def test_marks_go_where_any_of_the_texts_begins():
+    drawn = random.Random(0)
+    for _ in range(100):
+        texts = ["".join(drawn.choices("ab|", k=drawn.randint(1, 4))) for _ in range(5)]
+        said = "".join(drawn.choices("ab|c", k=100))
+        either = "|".join(map(re.escape, texts))
+        expected = re.sub(f"(?=(?:{either}))(?s:.)", lambda match: match[0] + MARK, said)
+        assert chat_template.mark_text(chat_template._pattern(texts), said) == expected
+
+
+def test_a_text_of_the_beginnings_of_many_special_tokens_takes_no_longer_than_another():
+    """re.sub lets no other thread run."""
+    start = "<|reserved_special_token_"
+    pattern = chat_template._pattern([f"{start}{i}|>" for i in range(250)])
+
+    def seconds(text: str) -> float:
+        started = time.process_time()
+        assert chat_template.mark_text(pattern, text) == text
+        return time.process_time() - started
+
+    hostile = start * 40_000
+    assert seconds(hostile) < 10 * seconds("x" * len(hostile))
