@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -17,7 +18,8 @@ from kvq_tools.template_process import SECONDS, TemplateProcess
 SHORT = 1 << 15  # characters, which take some 30 ms
 SHORT_TOKENS = 1 << 10  # which take some 30 ms to decode one by one
 MAX_WAITING, WAIT_SECONDS = 64, 30  # prompts that wait for a thread, and how long
-RESERVED = {  # arguments of transformers' renderer; the others are names for the template
+MAX_NAMES_LENGTH, MAX_NAMES_VALUES, MAX_NAMES_DEPTH = 1 << 16, 1000, 32
+RESERVED = {  # arguments of transformers' renderer and Jinja's; others are names for the template
     "add_generation_prompt",
     "chat_template",
     "continue_final_message",
@@ -25,6 +27,7 @@ RESERVED = {  # arguments of transformers' renderer; the others are names for th
     "documents",
     "messages",
     "return_assistant_tokens_mask",
+    "self",
     "tools",
 }
 
@@ -128,22 +131,17 @@ class PromptEncoder:
         if reserved := sorted(RESERVED & set(names)):
             message = f"the server sets {reserved[0]!r}"
             raise errors.invalid("chat_template_kwargs", message)
+        _check_names(names)
         self._check_length(sum(len(message["content"]) for message in messages))
         for message in messages:
             _check_unicode("messages", message["content"])
 
         def render() -> str:
-            said = messages
-            try:
-                # since Python 3.13 JSON takes deeper values than templates do
-                given = copy.deepcopy(names)
-                if not self._trusted:
-                    said = templates.marked(self._tokenizer, template, messages)
-                    given = templates.marked_names(self._tokenizer, template, names)
-                return self._templates.render(template, said, self._names | given, self._longest)
-            except RecursionError:  # each value was read as JSON, which may be nested deeper
-                message = "it is nested too deeply"
-                raise errors.invalid("chat_template_kwargs", message) from None
+            said, given = messages, names
+            if not self._trusted:
+                said = templates.marked(self._tokenizer, template, messages)
+                given = templates.marked_names(self._tokenizer, template, names)
+            return self._templates.render(template, said, self._names | given, self._longest)
 
         text = await self._rendering.run("messages", render)
         return await self._encoded("messages", text, special=False)
@@ -176,6 +174,30 @@ class PromptEncoder:
                 f" prompt has {characters} characters, and at most {self._longest} can fit.",
                 code="context_length_exceeded",
             )
+
+
+def _check_names(names: dict[str, Any]) -> None:
+    """Raise ApiError if what the template may read besides the messages is large: there is no limit
+    of tokens for it."""
+    values, depth, level = 0, 0, [names]
+    problem = ""
+    while level and not problem:
+        values, depth = values + sum(map(len, level)), depth + 1
+        if depth > MAX_NAMES_DEPTH:
+            problem = "it is nested too deeply"
+        elif values > MAX_NAMES_VALUES:
+            problem = f"it has more than {MAX_NAMES_VALUES} values"
+        else:
+            parts = (outer.values() if isinstance(outer, dict) else outer for outer in level)
+            level = [inner for part in parts for inner in part if isinstance(inner, dict | list)]
+    if not problem:
+        try:
+            if len(json.dumps(names, allow_nan=False)) > MAX_NAMES_LENGTH:
+                problem = f"it has more than {MAX_NAMES_LENGTH} characters of JSON"
+        except ValueError:  # of 1e999
+            problem = "a number in it is not finite"
+    if problem:
+        raise errors.invalid("chat_template_kwargs", problem)
 
 
 def _check_unicode(name: str, text: str) -> None:

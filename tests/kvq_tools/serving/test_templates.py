@@ -9,6 +9,7 @@ import pytest
 
 from kvq_models import EMBEDDED
 from kvq_models.llama.checkpoint import open_checkpoint
+from kvq_tools import chat_template
 from kvq_tools.serving.errors import ApiError
 from kvq_tools.serving.prompts import PromptEncoder
 from kvq_tools.template_process import TemplateError, TemplateProcess
@@ -72,12 +73,39 @@ def test_clients_set_names_of_the_template_and_nothing_else():
     try:
         assert "<no thoughts>" not in text({})
         assert "<no thoughts>" in text({"enable_thinking": False})
-        for name in ("messages", "chat_template", "tools", "add_generation_prompt"):
+        for name in ("messages", "chat_template", "tools", "add_generation_prompt", "self"):
             with pytest.raises(ApiError, match=f"the server sets '{name}'") as refused:
                 text({name: []})
             assert refused.value.param == "chat_template_kwargs"
     finally:
         encoder.close()
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        ([[]] * 340_000, "more than 1000 values"),
+        ([[0] * 40] * 40, "more than 1000 values"),
+        ({str(i): 0 for i in range(2000)}, "more than 1000 values"),
+        ("x" * 100_000, "more than 65536 characters of JSON"),
+        ([10**1000] * 100, "more than 65536 characters of JSON"),
+        (float("inf"), "a number in it is not finite"),
+    ],
+    ids=["lists", "numbers", "names", "text", "digits", "infinite"],
+)
+def test_a_large_value_for_the_template_is_refused_before_anything_is_made_of_it(
+    value: object, problem: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(chat_template, "marked_names", None)
+    monkeypatch.setattr(TemplateProcess, "render", None)
+    encoder, started = PromptEncoder(TOKENIZER, THINKS, capacity=256), time.process_time()
+    try:
+        with pytest.raises(ApiError, match=problem) as refused:
+            asyncio.run(encoder.of_chat(MESSAGES, {"enable_thinking": value}))
+    finally:
+        encoder.close()
+    assert refused.value.param == "chat_template_kwargs"
+    assert time.process_time() - started < 1
 
 
 @pytest.mark.parametrize("trusted", [True, False])
