@@ -20,8 +20,9 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
-from kvq_jax.files.json_text import parse_json
 from kvq_tools.serving import errors, fields, guard
+from kvq_tools.serving.answer import AnswerPiece
+from kvq_tools.serving.bodies import BodyReader
 from kvq_tools.serving.errors import ApiError, ErrorResponse
 from kvq_tools.serving.service import Pending, Service
 from kvq_tools.serving.wire import ChatWire, CompletionWire
@@ -122,11 +123,12 @@ def _add_models(routes: APIRouter, service: Service) -> None:
 
 def _add_answers(routes: APIRouter, service: Service) -> None:
     """Add what generates."""
+    bodies = BodyReader()
 
     async def read(request: Request, kind: Any) -> Any:
         asked = fields.read(
             kind,
-            await _json(request, service),
+            await bodies.json(request, service.limits),
             max_choices=service.max_choices,
             capacity=service.capacity,
         )
@@ -239,34 +241,6 @@ def _handle_errors(app: FastAPI) -> None:
     @app.exception_handler(ClientDisconnect)
     async def left(request: Request, error: ClientDisconnect) -> Response:
         return Response(status_code=CLIENT_GONE)
-
-
-async def _json(request: Request, service: Service) -> Any:
-    """Return the body as JSON. Raise ApiError if it is too large, too slow, or not JSON in
-    UTF-8."""
-    limit = service.limits.body
-
-    async def read() -> bytes:
-        body = bytearray()
-        # h11 and httptools refuse other values
-        if int(request.headers.get("content-length", "0")) > limit:
-            raise errors.too_large(limit)
-        async for part in request.stream():
-            body += part
-            if len(body) > limit:
-                raise errors.too_large(limit)
-        return bytes(body)
-
-    try:
-        body = await asyncio.wait_for(read(), service.limits.body_seconds)
-        return parse_json(body.decode("utf-8"))
-    except TimeoutError:
-        raise ApiError(
-            408, f"The request body did not arrive within {service.limits.body_seconds:g} s."
-        ) from None
-    except ValueError as error:
-        message = f"We could not parse the JSON body of your request: {error}"
-        raise ApiError(400, message, code="invalid_json") from None
 
 
 async def _respond(

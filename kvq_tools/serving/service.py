@@ -16,22 +16,16 @@ from kvq_models.inference.engine.requests import CapacityError, QueueFullError, 
 from kvq_models.inference.sampling import Sampling
 from kvq_tools.serving import errors
 from kvq_tools.serving.answer import Answer, AnswerPiece
+from kvq_tools.serving.bodies import MAX_BODY, Limits
 from kvq_tools.serving.fields import COMPLETION_TOKENS, ChatFields, CompletionFields
 from kvq_tools.serving.metrics import Metrics
 from kvq_tools.serving.prompts import PromptEncoder
 from kvq_tools.serving.wire import Usage
 from kvq_tools.serving.worker import AcceptedAnswer, Stopping, Worker
 
-MIN_BODY, MAX_BODY = 1 << 20, 8 << 20
+MIN_BODY = 1 << 20
 BODY_PER_TOKEN = 1 << 10
-
-
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """Limits of a request. body: bytes. body_seconds: for its arrival."""
-
-    body: int = MAX_BODY
-    body_seconds: float = 60
+MAX_ENTRIES = 1 << 20  # log-probabilities of a whole answer, some 100 bytes each
 
 
 def largest_body(capacity: int) -> int:
