@@ -27,6 +27,7 @@ from kvq_tools.serving.errors import ApiError, ErrorResponse
 from kvq_tools.serving.service import Pending, Service
 from kvq_tools.serving.wire import ChatWire, CompletionWire
 
+MANY_TOKENS = 100  # whose log-probabilities take some ms
 READ = ["GET", "HEAD"]
 ANSWERED = [*READ, "POST"]
 CLIENT_GONE = 499  # nginx's code: the client has gone
@@ -141,7 +142,7 @@ def _add_answers(routes: APIRouter, service: Service) -> None:
         asked = await read(request, fields.CompletionFields)
         pending = await service.completion(asked, request.state.owner)
         return await _respond(
-            request, asked, pending, CompletionWire(service.name, service.tokenizer, asked.logprobs)
+            request, asked, pending, CompletionWire(service.name, service.texts, asked.logprobs)
         )
 
     @routes.post("/v1/chat/completions")
@@ -149,7 +150,7 @@ def _add_answers(routes: APIRouter, service: Service) -> None:
         asked = await read(request, fields.ChatFields)
         pending = await service.chat(asked, request.state.owner)
         return await _respond(
-            request, asked, pending, ChatWire(service.name, service.tokenizer, bool(asked.logprobs))
+            request, asked, pending, ChatWire(service.name, service.texts, bool(asked.logprobs))
         )
 
 
@@ -254,7 +255,8 @@ async def _respond(
             choices[piece.index].append(piece)
     if not all(pieces and pieces[-1].finish for pieces in choices):
         return Response(status_code=CLIENT_GONE)
-    return JSONResponse(wire.whole(choices, pending.usage))
+    whole = await asyncio.to_thread(wire.whole, choices, pending.usage)
+    return Response(whole, media_type="application/json")
 
 
 class _Stream(StreamingResponse):
@@ -287,13 +289,24 @@ async def _events(
         async with contextlib.aclosing(pending.pieces(request)) as pieces:
             async for piece in pieces:
                 if piece.text or piece.tokens or piece.finish:
-                    yield _event(wire.chunk(piece) | beside)
+                    yield await _chunk(wire, piece, beside)
         if asked.usage_in_stream:
             yield _event(wire.usage_chunk(pending.usage))
     except ApiError as error:
         yield f"data: {bytes(ErrorResponse(error).body).decode()}\n\n"
         return
     yield "data: [DONE]\n\n"
+
+
+async def _chunk(
+    wire: CompletionWire | ChatWire, piece: AnswerPiece, beside: dict[str, Any]
+) -> str:
+    """Return the event of a piece. One that echoes a prompt has all of its tokens."""
+
+    def made() -> str:
+        return _event(wire.chunk(piece) | beside)
+
+    return made() if len(piece.tokens) < MANY_TOKENS else await asyncio.to_thread(made)
 
 
 def _event(content: dict[str, Any]) -> str:

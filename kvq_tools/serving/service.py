@@ -20,6 +20,7 @@ from kvq_tools.serving.bodies import MAX_BODY, Limits
 from kvq_tools.serving.fields import COMPLETION_TOKENS, ChatFields, CompletionFields
 from kvq_tools.serving.metrics import Metrics
 from kvq_tools.serving.prompts import PromptEncoder
+from kvq_tools.serving.text import TokenTexts
 from kvq_tools.serving.wire import Usage
 from kvq_tools.serving.worker import AcceptedAnswer, Stopping, Worker
 
@@ -69,6 +70,7 @@ class Service:
         self.prompts = PromptEncoder(
             tokenizer, chat_template, capacity=self.capacity, trusted=trusted
         )
+        self.texts = TokenTexts(tokenizer)
         self._end_ids = tuple(worker.engine.llama.config.eos_token_ids)
         self._special = {
             str(token): number
@@ -107,7 +109,7 @@ class Service:
                 prompt, fields, limit, owner, alternatives=alternatives, scored=scored
             )
         ]
-        self._check(requests)  # what is refused costs nothing more
+        self._check(requests, fields)  # what is refused costs nothing more
         texts = [
             await self.prompts.texts(prompt, by_token=scored) if fields.echo else None
             for prompt in prompts
@@ -126,7 +128,7 @@ class Service:
         requests = self._requests(
             prompt, fields, limit, owner, alternatives=fields.top_logprobs or 0
         )
-        self._check(requests)
+        self._check(requests, fields)
         return self._pending(requests, [prompt], fields, [None])
 
     def _requests(
@@ -191,11 +193,25 @@ class Service:
             raise errors.of_refusal(error) from None
         return pending
 
-    def _check(self, requests: Sequence[Request]) -> None:
+    def _check(self, requests: Sequence[Request], fields: CompletionFields | ChatFields) -> None:
         try:
             self.worker.check(requests)
         except ValueError as error:
             raise errors.of_refusal(error) from None
+        entries = sum(map(_entries, requests))
+        if entries > MAX_ENTRIES and not fields.stream:
+            message = (
+                f"the answer may have {entries} log-probabilities, and this server sends up to"
+                f" {MAX_ENTRIES} at a time: set a smaller 'max_tokens', or 'stream'"
+            )
+            raise errors.invalid("logprobs", message)
+
+
+def _entries(request: Request) -> int:
+    """Return how many log-probabilities an answer reports at most."""
+    tokens = request.logprobs * request.max_new_tokens
+    tokens += request.prompt_logprobs * len(request.prompt)
+    return tokens * (1 + request.alternatives)
 
 
 class Pending:

@@ -31,6 +31,27 @@ def token_bytes(tokenizer: Any, token: int) -> bytes | None:
     return bytes(_BYTES[c] for c in name) if all(c in _BYTES for c in name) else None
 
 
+class TokenTexts:
+    """The texts and bytes of a tokenizer's tokens. Each token is decoded once: an answer may report
+    twenty for each of its own."""
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+        self._texts: dict[int, str] = {}
+        self._bytes: dict[int, list[int] | None] = {}
+
+    def text(self, token: int) -> str:
+        if token not in self._texts:
+            self._texts[token] = token_text(self._tokenizer, token)
+        return self._texts[token]
+
+    def bytes(self, token: int) -> list[int] | None:
+        if token not in self._bytes:
+            encoded = token_bytes(self._tokenizer, token)
+            self._bytes[token] = None if encoded is None else list(encoded)
+        return self._bytes[token]
+
+
 @dataclasses.dataclass
 class Stops:
     """Texts that end an answer and are not part of it. Text that may be the beginning of one is

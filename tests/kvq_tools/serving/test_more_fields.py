@@ -1,8 +1,11 @@
 """Fields and paths beside the plain ones: special tokens as stops, penalties and biases, messages
 with names and without content."""
 
+import json
 import queue
+import threading
 from collections import Counter
+from collections.abc import Iterator
 from typing import get_args
 
 import pytest
@@ -11,6 +14,7 @@ from kvq_models.inference.engine.requests import Reason, Request
 from kvq_models.inference.sampling import Sampling
 from kvq_tools.serving.answer import Answer, AnswerPiece
 from kvq_tools.serving.fields import CompletionFields, Message
+from kvq_tools.serving.wire import _json
 from tests.kvq_tools.serving.running import CHAT, NAME, PROMPT, Running
 
 ASKED = {"model": NAME, "prompt": PROMPT, "max_tokens": 6, "temperature": 0}
@@ -125,3 +129,35 @@ def test_requests_without_sampling_get_the_models(
 ):
     fields = CompletionFields.model_validate({"model": "m", "prompt": "x"} | asked)
     assert fields.sampling(defaults) == expected
+
+
+def test_a_whole_answer_has_a_limited_number_of_log_probabilities(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("kvq_tools.serving.service.MAX_ENTRIES", 2 * 6 * 4)
+    assert choice(server, n=2, logprobs=3)["logprobs"]
+    for more in ({"logprobs": 4}, {"n": 3}, {"max_tokens": 7}, {"echo": True}):
+        asked = ASKED | {"n": 2, "logprobs": 3} | more
+        status, answer = server.post("/v1/completions", asked)
+        assert (status, answer["error"]["param"]) == (400, "logprobs")
+        assert server.post("/v1/completions", asked | {"logprobs": None})[0] == 200
+    asked = ASKED | {"n": 3, "logprobs": 3, "stream": True}
+    assert server.raw("POST", "/v1/completions", json.dumps(asked).encode())[0] == 200
+    chat = {"model": NAME, "messages": CHAT, "max_tokens": 6, "logprobs": True}
+    assert server.post("/v1/chat/completions", chat | {"top_logprobs": 8})[0] == 400
+    assert server.post("/v1/chat/completions", chat | {"top_logprobs": 7})[0] == 200
+
+
+def test_a_long_answer_is_made_beside_the_event_loop(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+):
+    threads, made = [], _json
+
+    def watched(value: object) -> Iterator[str]:
+        threads.append(threading.current_thread())
+        return made(value)
+
+    monkeypatch.setattr("kvq_tools.serving.wire._json", watched)
+    choice(server, logprobs=3)
+    assert threads
+    assert server.thread not in threads

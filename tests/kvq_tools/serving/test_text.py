@@ -1,9 +1,11 @@
 """Growing text equals the text of all tokens, stops are found wherever they are, and the cost of a
 token does not grow with the answer, whatever the tokens and the stops."""
 
+import json
 import time
 from collections.abc import Callable
 
+import openai.types as api
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,8 +15,9 @@ from kvq_models.inference.engine.requests import Ended, PromptRead, Reason, Requ
 from kvq_models.llama.checkpoint import open_checkpoint
 from kvq_tools.cli.continuation import Continuation
 from kvq_tools.growing_text import CONTEXT, GrowingText, text_by_token
-from kvq_tools.serving.answer import Answer
-from kvq_tools.serving.text import Stops, token_bytes, token_text
+from kvq_tools.serving.answer import Answer, AnswerPiece, TokenInText
+from kvq_tools.serving.text import Stops, TokenTexts, token_bytes, token_text
+from kvq_tools.serving.wire import ChatWire, CompletionWire, Usage
 
 TOKENIZER = open_checkpoint(EMBEDDED, "tokenizer").tokenizer()
 SPECIAL = TOKENIZER.convert_tokens_to_ids(TOKENIZER.all_special_tokens[0])
@@ -184,3 +187,46 @@ def test_byte_tokens_and_unknown_tokens():
             return ["<0xE6>", "no bytes: \u4e00"][token]
 
     assert (token_bytes(Fallback(), 0), token_bytes(Fallback(), 1)) == (b"\xe6", None)
+
+
+def reported(choices: int, tokens: int) -> list[list[AnswerPiece]]:
+    """Return pieces of answers with twenty alternatives for each token."""
+    likely = tuple((10 + i, -2.0 - i) for i in range(20))
+
+    def piece(index: int, at: int) -> AnswerPiece:
+        token = TokenInText(5 + at % 50, -1.0, likely, at)
+        return AnswerPiece(index, "x", (token,), "length" if at == tokens - 1 else None)
+
+    return [[piece(index, at) for at in range(tokens)] for index in range(choices)]
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_a_whole_answer_decodes_a_token_once_and_is_one_of_openais(chat: bool):
+    decoded = []
+
+    class Counting:
+        def decode(self, ids: list[int], **options: object) -> str:
+            decoded.append(ids)
+            return TOKENIZER.decode(ids, **options)
+
+    texts = TokenTexts(Counting())
+    wire = ChatWire("m", texts, True) if chat else CompletionWire("m", texts, 5)
+    answer = wire.whole(reported(2, 100), Usage(3, 200, 1))
+    assert len(decoded) <= 2 * 70, "tokens are decoded again for each place"
+    kind = api.chat.ChatCompletion if chat else api.Completion
+    read = kind.model_validate_json(answer, strict=True)
+    assert read.model_dump(exclude_unset=True) == json.loads(answer)
+    logprobs = read.choices[1].logprobs
+    assert len(logprobs.content if chat else logprobs.tokens) == 100
+    assert read.usage.total_tokens == 203
+
+
+def test_a_chunk_has_what_a_whole_answer_has():
+    pieces = reported(1, 3)
+    for wire, of in (
+        (ChatWire("m", TokenTexts(TOKENIZER), True), "content"),
+        (CompletionWire("m", TokenTexts(TOKENIZER), 5), "tokens"),
+    ):
+        whole = json.loads(wire.whole(pieces, Usage(3, 3)))["choices"][0]["logprobs"][of]
+        chunks = [json.loads(json.dumps(wire.chunk(piece))) for piece in pieces[0]]
+        assert [chunk["choices"][0]["logprobs"][of] for chunk in chunks] == [[one] for one in whole]
