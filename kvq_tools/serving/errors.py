@@ -187,7 +187,7 @@ def of_refusal(error: ValueError | QueueFullError | Stopping) -> ApiError:
         )
         return ApiError(400, message, code="context_length_exceeded")
     if isinstance(error, VocabularyError):
-        return invalid("logit_bias" if error.biased else "prompt", str(error))
+        return invalid("logit_bias" if error.biased else "prompt", shortened(str(error)))
     if isinstance(error, QueueFullError):
         return busy(f"{error.waiting} requests are waiting, and its queue holds {error.limit}")
     if isinstance(error, Stopping):

@@ -102,7 +102,7 @@ class Common(_Fields):
     logit_bias: (
         Annotated[
             dict[
-                Annotated[str, Field(pattern="^[0-9]{1,9}$")],
+                Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,8})$")],
                 Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)],
             ],
             Field(max_length=MAX_BIASED),

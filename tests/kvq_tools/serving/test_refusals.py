@@ -92,7 +92,9 @@ def test_values_that_ask_for_nothing_are_accepted(server: Running):
         ("completions", {"prompt": ["x", ""]}, "prompt", "a prompt is empty"),
         ("completions", {"prompt": [1, 5000]}, "prompt", "token id 5000 is outside"),
         ("completions", {"prompt": [1, 1 << 63]}, "prompt", f"id {1 << 63} is outside"),
+        ("completions", {"prompt": [10**4298]}, "prompt", "token id 1000"),
         ("completions", {"prompt": "x", "logit_bias": {"5000": 1}}, "logit_bias", "id 5000 is out"),
+        ("completions", {"prompt": "x", "logit_bias": {"07": 1}}, "logit_bias.07", "pattern"),
         ("completions", {"prompt": "\ud800"}, "prompt", "surrogate"),
         ("completions", {"prompt": "x", "max_tokens": CAPACITY}, None, f"length is {CAPACITY} tok"),
         ("messages", [CHAT[0] | {"refusal": "me"}], "messages[0].refusal", "server: leave it out."),
@@ -121,6 +123,7 @@ def test_bad_fields_are_told_by_name(
     assert body["error"]["param"] == param, body
     assert message in body["error"]["message"]
     assert "\n" not in body["error"]["message"]
+    assert len(body["error"]["message"]) < 300
 
 
 def test_errors_are_the_clients_exceptions(server: Running, client: openai.OpenAI):
