@@ -70,7 +70,7 @@ class Tally:
 
 def run(options: argparse.Namespace) -> None:
     """Answer the prompts of --prompts that --out does not have yet."""
-    out_file = inputs.output_file(options.out)
+    out_file = inputs.output_file(options)
     config = inputs.read_config(options.model, options.cache)
     inputs.check_calibration_option(options, config)
     tokenizer = text_input.load_tokenizer(options.model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -18,11 +19,19 @@ from kvq_models.calibration.needs import needs
 from kvq_models.inference.engine.limits import CAPACITY_STEP
 from kvq_models.llama import open_checkpoint
 from kvq_models.llama.config import LlamaConfig
+from kvq_models.llama.hf_directory import CONFIG_FILES, INDEX_FILE
+from kvq_models.llama.hf_tokenizer import TOKENIZER_EXTRAS, TOKENIZER_FILES
 from kvq_models.llama.weights_needed import check_weights
+from kvq_models.named_models.names import located
 from kvq_tools.cli.console import UserError, input_errors, warn
 from kvq_tools.cli.planned import NamedCache
 from kvq_tools.evaluation.defaults import CACHE_DTYPE
 
+# the options that may name a file to read, and those that name one to write
+INPUTS = ("cache", "calibration", "text", "other_text", "prompt_file", "prompts", "data")
+OUTPUTS = ("out", "picture", "answers")
+# what a model's directory has besides weights
+MODEL_FILES = (*CONFIG_FILES, INDEX_FILE, *TOKENIZER_FILES, *TOKENIZER_EXTRAS)
 DENSE = NamedCache("dense", kvq.parse("dense"))  # the cache if --cache is left out
 
 
@@ -122,9 +131,10 @@ def warn_if_nothing_quantized(
             warn(f"{name}: {where} nothing is read quantized, so this is the full-precision model")
 
 
-def output_file(path: str, option: str = "--out") -> Path:
-    """Check before any work that a file can be written: it is not a directory, device or pipe, and
-    its own directory exists and can be written."""
+def output_file(options: argparse.Namespace, name: str = "out") -> Path:
+    """Check before any work that the file of an option can be written: it is not a directory,
+    device or pipe, its own directory exists and can be written, and no other option names it."""
+    path, option = getattr(options, name), f"--{name}"
     out = Path(path)
     with _names(option):
         if out.is_dir() or not out.absolute().parent.is_dir():
@@ -133,8 +143,34 @@ def output_file(path: str, option: str = "--out") -> Path:
             raise UserError(
                 f"{option} {path!r} is a device or a pipe, which keeps nothing; name a file"
             )
+        for other, file in _named_files(options):
+            if other != option and _same(path, file):
+                raise UserError(
+                    f"{option} {path!r} would replace a file of {other}; name another one"
+                )
         _check_writable(out.resolve().parent, f"{option} {path!r}")
     return out
+
+
+def _named_files(options: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    """Yield the files that a command reads or writes, each with its option as it is typed."""
+    for name in (*INPUTS, *OUTPUTS):
+        values = getattr(options, name, None)
+        for value in values if isinstance(values, list) else [values]:
+            file = value.text if isinstance(value, NamedCache) else value
+            if file is not None and (name != "cache" or file.endswith(".json")):
+                yield f"--{name.replace('_', '-')}", file
+    if (model := getattr(options, "model", None)) is not None:
+        with input_errors():
+            place = Path(located(model))
+        files = [place / file for file in MODEL_FILES], place.glob("model*.safetensors")
+        yield from (("MODEL", str(file)) for file in (place, *itertools.chain(*files)))
+
+
+def _same(path: str, other: str) -> bool:
+    if os.path.exists(path) and os.path.exists(other):
+        return os.path.samefile(path, other)
+    return os.path.realpath(path) == os.path.realpath(other)
 
 
 def output_directory(path: str, option: str = "--out", *, empty: bool = False) -> Path:

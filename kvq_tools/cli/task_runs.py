@@ -121,7 +121,7 @@ def run_task(
     caches = options.cache or [inputs.DENSE]
     config = inputs.read_config(options.model, *caches)
     files = inputs.calibrations(config, caches, options.calibration or [])
-    if options.answers is not None and inputs.output_file(options.answers, "--answers").exists():
+    if options.answers is not None and inputs.output_file(options, "answers").exists():
         raise console.UserError(f"--answers {options.answers!r} must be a new file, and it exists")
     tokenizer = text_input.need_tokenizer(options.model, "write prompts")
     prompts = TaskPrompts(

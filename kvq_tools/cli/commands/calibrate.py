@@ -17,7 +17,7 @@ from kvq_tools.cli.tables import layer_runs, print_line, print_table
 
 
 def run(options: argparse.Namespace) -> None:
-    out = inputs.output_file(options.out)
+    out = inputs.output_file(options)
     work = inputs.output_directory(options.work or f"{out}.work", "--work")
     ids, length = _checked(options)
     with console.loading(options.model), console.input_errors():

@@ -57,8 +57,8 @@ def run(options: argparse.Namespace) -> None:
     if options.picture and (why := figure.missing()):
         raise UserError(why)
     for option in ("out", "picture"):
-        if path := getattr(options, option):
-            inputs.output_file(path, f"--{option}")
+        if getattr(options, option):
+            inputs.output_file(options, option)
     with input_errors():
         budget = plan_budget.budget(options, config)
         bits = plan_budget.budgets(

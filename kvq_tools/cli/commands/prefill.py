@@ -24,7 +24,7 @@ def run(options: argparse.Namespace) -> None:
     config = inputs.read_config(options.model, options.cache)
     inputs.check_calibration_option(options, config)
     _, prompt, opening = prompt_from_options(options, config)
-    out = inputs.output_file(options.out)
+    out = inputs.output_file(options)
     capacity = options.capacity or len(prompt) + ROOM
     if capacity < len(prompt):
         raise console.UserError(

@@ -226,7 +226,7 @@ REFUSED = [
         "plan {model} --budget 2bits --text {text} --calibration {tmp}/none",
         "none' is not a file",
     ),
-    ("passkey {model} --data {tmp}/row --answers {tmp}/row", "must be a new file"),
+    ("passkey {model} --data {tmp}/row --answers {text}", "must be a new file"),
     ("passkey {model} --data {tmp}/row --answers {tmp}/none/f", "in a directory that exists"),
     ("plan {model} --budget 2bits --out {tmp}/none/f", "a file in a directory that exists"),
     ("prefill {model} --prompt a --out {tmp}/none/f", "a file in a directory that exists"),
@@ -234,6 +234,28 @@ REFUSED = [
     ("prefill {model} --prompt a --out {tmp}/pipe", "is a device or a pipe, which keeps nothing"),
     ("generate {model} --prompts {tmp}/row --out {tmp}/pipe", "is a device or a pipe"),
     ("plan {model} --budget 2bits --picture {tmp}/pipe", "is a device or a pipe"),
+    # a file to write that is one to read
+    *(
+        (f"{command} {{tmp}}/row", f"row' would replace a file of {option}")
+        for command, option in (
+            ("passkey {model} --data {tmp}/row --answers", "--data"),
+            ("generate {model} --prompts {tmp}/row --out", "--prompts"),
+            ("prefill {model} --prompt-file {tmp}/row --out", "--prompt-file"),
+            ("calibrate {model} --cache kvquant --text {tmp}/row --out", "--text"),
+            ("plan {model} --budget 2bits --text {tmp}/row --out", "--text"),
+            ("plan {model} --budget 2bits --text {text} --other-text {tmp}/row --out", "--other"),
+            ("plan {model} --budget 2bits --calibration {tmp}/row --out", "--calibration"),
+            ("plan {model} --budget 2bits --text {text} --out {tmp}/row --picture", "--picture"),
+        )
+    ),
+    (
+        "prefill {model} --prompt a --cache {tmp}/plan.json --out {tmp}/plan.json",
+        "replace a file of --cache; name another one",
+    ),
+    *(
+        (f"prefill {{model}} --prompt a --out {{model}}/{name}", "replace a file of MODEL; name")
+        for name in ("config.json", "model.safetensors", "tokenizer.json")
+    ),
     # names that are too long for the system
     ("memory {long} --cache kivi", "File name too long"),
     *(
@@ -271,6 +293,9 @@ def test_bad_input_is_one_line_and_found_before_weights_are_read(
     (tmp_path / "text").write_text("the key of the cat " * 99)
     (tmp_path / "prompts").write_text('"a"\n""\n')
     (tmp_path / "row").write_text('{"input": "a", "target": "c"}\n')
+    (tmp_path / "plan.json").write_text(
+        '{"format": "kvq.cache-plan", "cache": "kivi", "calibration": null}'
+    )
     shutil.copytree(bare, tmp_path / "tekken")
     (tmp_path / "tekken" / "tekken.json").write_text("{}")
     names = {"model": model, "bare": bare, "tmp": tmp_path, "text": tmp_path / "text"}
