@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import re
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -37,6 +38,7 @@ SETTINGS = {
     "seed": int,
 }
 PROMPTS = ("prompt", "prompt_ids", "messages")
+_ID = re.compile(rb'\{"id": (-?\d+|"([^"\\]|\\.)*"?)')
 _FINISH = {"ended": "ended", "length": "max-new-tokens", "not-finite": "not-finite"}
 
 
@@ -56,6 +58,7 @@ class Tally:
     """Counts over the answers of a run. `ended_at_once`: True if any answer to a plain prompt was
     an end token alone."""
 
+    answers: int = 0
     new_tokens: int = 0
     not_finite: int = 0
     ended_at_once: bool = False
@@ -63,6 +66,7 @@ class Tally:
 
     def add(self, item: PromptLine, ids: list[int], reason: str) -> None:
         """Count an answer."""
+        self.answers += 1
         self.new_tokens += len(ids)
         self.not_finite += reason == "not-finite"
         self.ended_at_once |= item.plain and len(ids) == 1 and reason == "ended"
@@ -132,6 +136,8 @@ def _answer(
     with interruption.advised("run the same command again to continue"):
         shown = console.bar(pending, "generating answers")
         for _, (item, ids, reason) in zip(shown, answered(engine, pending), strict=True):
+            if not tally.answers:
+                out.truncate()  # an answer that was cut, after those that are whole
             text = None
             if tokenizer is not None:
                 prompt, ends = list(item.request.prompt), config.eos_token_ids
@@ -293,7 +299,7 @@ def _prompt(kind: str, value: Any, chat: bool, tokenizer: Any) -> tuple[int, ...
 
 @contextlib.contextmanager
 def _answers(path: Path) -> Iterator[tuple[dict[str | int, str], BinaryIO]]:
-    """Yield (the keys of the answers that a file has, by id; the file, open at its end).
+    """Yield (the keys of the answers that a file has, by id; the file, open after them).
 
     Raises UserError if the file does not hold answers, or if another process writes to it.
     """
@@ -311,7 +317,7 @@ def _answers(path: Path) -> Iterator[tuple[dict[str | int, str], BinaryIO]]:
 
 
 def _keys(path: Path, file: BinaryIO) -> dict[str | int, str]:
-    """Return the keys of a file's answers by id, and remove an incomplete last line."""
+    """Return the keys of a file's answers by id, and move to the end of the last whole one."""
     file.seek(0)
     content = file.read()
     whole = content[: content.rfind(b"\n") + 1]
@@ -324,11 +330,20 @@ def _keys(path: Path, file: BinaryIO) -> dict[str | int, str]:
             raise console.UserError(
                 f"{str(path)!r}, line {number}, is not an answer of kvq generate; name another file"
             ) from None
-    if not whole and content and not content.startswith(b'{"id": '):
-        raise console.UserError(f"{str(path)!r} is not a file of answers; name another one")
-    file.truncate(len(whole))
+    if not _begins_as_answer(content[len(whole) :]):
+        raise console.UserError(
+            f"the last line of {str(path)!r} is not an answer of kvq generate; name another file"
+        )
     file.seek(len(whole))
     return keys
+
+
+def _begins_as_answer(line: bytes) -> bool:
+    """Return True if a line that was cut begins as `_write` begins one, as far as it goes."""
+    if not (until_id := _ID.match(line)):
+        return b'{"id": '.startswith(line)
+    rest, key = line[until_id.end() :], b', "key": "'
+    return rest.startswith(key) or key.startswith(rest)
 
 
 def _pending(path: str, items: list[PromptLine], before: dict[str | int, str]) -> list[PromptLine]:

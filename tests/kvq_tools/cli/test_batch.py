@@ -165,6 +165,36 @@ def test_answers_of_other_settings_and_other_files_are_not_touched(
         assert other.read_text() == content
 
 
+@pytest.mark.parametrize(
+    ("content", "refused"),
+    [
+        (b'{"id": 7, "prompt": "my only copy"}', True),
+        (b'{"id": null, "key": "x"', True),
+        (b'{"key": "x", "id": 1}', True),
+        (b'{"id": 7, "key": "0123", "text": "cut', False),
+        (b'{"id": "a \\"b', False),
+        (b'{"id": "a", "k', False),
+        (b'{"i', False),
+    ],
+)
+@pytest.mark.parametrize("before", ["", '{"id": "another", "key": "0123456789abcdef"}\n'])
+def test_a_last_line_is_kept_until_an_answer_replaces_it_and_only_if_it_is_a_cut_answer(
+    run, model: pathlib.Path, prompts: pathlib.Path, tmp_path, monkeypatch, content, refused, before
+):
+    out = tmp_path / "answers.jsonl"
+    out.write_bytes(before.encode() + content)
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(batch, "_engine_size", stop)
+    code, _, errors = run("generate", model, "--prompts", prompts, "--out", out, *OPTIONS)
+    assert (code, "is not an answer of kvq generate; name another file" in errors) == (
+        (2, True) if refused else (130, False)
+    )
+    assert out.read_bytes() == before.encode() + content
+
+
 def test_answers_of_other_activations_are_not_continued(
     run, model: pathlib.Path, prompts: pathlib.Path, tmp_path: pathlib.Path
 ):
