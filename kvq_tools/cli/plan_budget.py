@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import kvq_jax as kvq
 from kvq_jax import peak_rates
+from kvq_jax.cache.spec import CacheSpec
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.weight_count import weight_count
 from kvq_tools.cli.console import UserError, format_bytes
@@ -84,6 +85,18 @@ def budgets(
             if not fitting:
                 raise refusals[0]
             return fitting
+
+
+def fits(
+    budget: Budget, spec: CacheSpec, config: LlamaConfig, batch: int, context: int, dtype: str
+) -> bool:
+    """Return True if a cache of any method keeps within the budget: of stored bits, or of resident
+    bytes, whatever bits these pay for in another method."""
+    match budget:
+        case Bits(bits):
+            return kvq.size.body_bits_per_element(spec, config, context) <= bits + 1e-6
+        case Bytes(nbytes):
+            return kvq.size.of(spec, config, batch, context, dtype).resident <= nbytes
 
 
 def max_bits(

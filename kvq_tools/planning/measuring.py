@@ -304,7 +304,7 @@ class Planner:
             for recent, fewer in bits_by_recent.items()
             if bits - fewer <= MAX_FEWER
         )
-        specs = [*ours, *wider, *filter(fits, map(kvq.parse, rivals(self.llama.config, bits)))]
+        specs = [*ours, *wider, *rivals(self.llama.config, fits)]
         self._read((spec, text, "check") for spec in specs for text in TEXTS)
         checked = list[Checked]()
         for spec in specs:
@@ -352,17 +352,17 @@ class Planner:
         return f"cache {spec}, text {text}, {kind}{windows}"
 
 
-def rivals(config: LlamaConfig, bits: float) -> list[str]:
-    """Return the largest cache of each other method that stores at most `bits` bits, with
-    waterfill's windows, the larger ones first."""
+def rivals(config: LlamaConfig, fits: Callable[[CacheSpec], bool]) -> list[CacheSpec]:
+    """Return the largest cache of each other method that fits, with waterfill's windows, the larger
+    ones first."""
     ours = kvq.parse(METHOD)
-    fitting: dict[str, tuple[float, str]] = {}
+    largest: dict[str, tuple[float, str]] = {}
     for spec in (f"{rival},sink={ours.sink},recent={ours.recent}" for rival in RIVALS):
         try:
             stored = kvq.size.body_bits_per_element(spec, config)
         except ValueError:
             continue  # it does not fit this model
-        if stored <= bits + 1e-6:
+        if fits(kvq.parse(spec)):
             name = spec.partition(":")[0]
-            fitting[name] = max((stored, spec), fitting.get(name, (0.0, "")))
-    return [spec for _, spec in sorted(fitting.values(), reverse=True)[:CHECKED_RIVALS]]
+            largest[name] = max((stored, spec), largest.get(name, (0.0, "")))
+    return [kvq.parse(spec) for _, spec in sorted(largest.values(), reverse=True)[:CHECKED_RIVALS]]

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 import kvq_jax as kvq
+from kvq_jax.cache.spec import CacheSpec
 from kvq_models.calibration.file import (
     Calibration,
     calibrated_spec,
@@ -210,11 +211,10 @@ def _measured(
     budget: Budget,
 ) -> dict[str, Any]:
     """Return the plan that measurements on a text give."""
-
     size = config, options.batch, context, options.dtype
 
-    def fits(spec: kvq.cache.CacheSpec) -> bool:
-        return isinstance(budget, Bits) or kvq.size.of(spec, *size).resident <= budget.nbytes
+    def fits(spec: CacheSpec) -> bool:
+        return plan_budget.fits(budget, spec, *size)
 
     def resident(bases: Bases) -> int:
         """Return the bytes of the budget, or those that its bits take with the usual windows."""

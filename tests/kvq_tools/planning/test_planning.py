@@ -15,11 +15,13 @@ import kvq_jax as kvq
 from kvq_models import EMBEDDED, load_llama, prepare, save_calibration
 from kvq_models.calibration.fit import calibrate
 from kvq_models.llama import open_checkpoint
+from kvq_tools.cli import plan_budget
 from kvq_tools.cli.commands import plan
+from kvq_tools.cli.options.plan import Bits, Budget, Bytes
 from kvq_tools.evaluation import measure_rows
 from kvq_tools.planning import kept, measuring, request, sensitivity
 from kvq_tools.planning.allocation import SIDES, Costs, costs_of, mean, shared_out
-from kvq_tools.planning.defaults import CODE, KEY_BASES
+from kvq_tools.planning.defaults import CODE, KEY_BASES, Bases
 from kvq_tools.planning.request import PlanRequest
 from kvq_tools.planning.sensitivity import Sensitivity, one_side
 from kvq_tools.planning.unmeasured import spec_of, widths_within
@@ -107,6 +109,34 @@ def test_one_side_of_one_layer_costs_what_the_whole_cache_does_with_all_else_exa
     monkeypatch.setattr(sensitivity, "MAX_LOGITS", 5 * len(rows) * llama.config.vocab_size)
     in_parts = measured.kl(prepared, spec, layer)
     np.testing.assert_allclose(in_parts, found, rtol=1e-5)
+
+
+@pytest.mark.parametrize("context", [1024, 2048])
+@pytest.mark.parametrize("rival", ["turboquant:bits=3", "kivi:bits=2"])
+def test_a_budget_of_bytes_reads_what_fits_it_and_one_of_bits_what_has_as_few(
+    rival: str, context: int
+):
+    """waterfill pays for matrices: in as many bytes it has 0.6 to 1.4 stored bits fewer."""
+    config, ours = open_checkpoint.read_config(EMBEDDED), kvq.parse("waterfill")
+    spec = kvq.parse(f"{rival},sink={ours.sink},recent={ours.recent}")
+    size = config, 1, context, "bfloat16"
+    nbytes = kvq.size.of(spec, *size).resident
+    stored = kvq.size.body_bits_per_element(spec, config)
+    assert plan_budget.max_bits(nbytes, *size, Bases()) < stored
+
+    def read(budget: Budget) -> list[kvq.cache.CacheSpec]:
+        return measuring.rivals(config, lambda each: plan_budget.fits(budget, each, *size))
+
+    for enough, too_few in (
+        (Bytes(nbytes), Bytes(nbytes - 1)),
+        (Bits(stored), Bits(stored - 1 / 16)),
+    ):
+        assert spec in read(enough)
+        assert spec not in read(too_few)
+        sizes = [kvq.size.body_bits_per_element(each, config) for each in read(enough)]
+        assert sizes == sorted(sizes, reverse=True)
+        methods = [type(each.k) for each in read(enough)]
+        assert len(set(methods)) == len(methods), "only the largest of a method is read"
 
 
 # --- files and the command
