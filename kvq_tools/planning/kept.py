@@ -5,7 +5,8 @@ plan.json` reads.
         the calibrations that `kvq plan` made for a model, one for each pair of bases; HASH is of
         the model's path
     plan.json
-        {"format": "kvq.cache-plan", "cache": SPEC, "calibration": FILE or null}
+        {"format": "kvq.cache-plan", "cache": SPEC, "calibration": FILE or null,
+        "calibration_sha256": of the file, as the plan was made with it; older plans have none}
 """
 
 from __future__ import annotations
@@ -58,28 +59,42 @@ def file_name(bases: Bases) -> str:
 
 
 def write_plan(path: str | os.PathLike[str], plan: StoredPlan) -> None:
-    """Write a plan, whole or not at all. It names the calibration by its absolute path."""
-    calibration = None if plan.calibration is None else os.path.abspath(plan.calibration)
-    text = json.dumps(
-        {"format": FORMAT, "cache": str(plan.spec), "calibration": calibration}, indent=2
-    )
-    whole.write(path, text + "\n")
+    """Write a plan, whole or not at all. It names the calibration by its absolute path, and by its
+    content, which the next plan of the model may replace."""
+    fields = {"format": FORMAT, "cache": str(plan.spec), "calibration": None}
+    if plan.calibration is not None:
+        fields["calibration"] = os.path.abspath(plan.calibration)
+        fields["calibration_sha256"] = _sha256(plan.calibration)
+    whole.write(path, json.dumps(fields, indent=2) + "\n")
 
 
 def read_plan(path: str | os.PathLike[str]) -> StoredPlan:
-    """Read a plan. Raises ValueError, in one line, if the file is not a plan, and OSError if it
-    cannot be read."""
+    """Read a plan. Raises ValueError, in one line, if the file is not a plan, or if its calibration
+    is another one by now, and OSError if a file cannot be read."""
     fields = _json(Path(path))
     if not isinstance(fields, dict) or fields.get("format") != FORMAT:
         raise ValueError(
             f"{str(path)!r} is not a plan of kvq: `kvq plan MODEL --out {path}` writes one"
         )
-    cache, calibration = fields.get("cache"), fields.get("calibration")
-    if not isinstance(cache, str) or not isinstance(calibration, str | None):
+    cache, calibration, digest = map(fields.get, ("cache", "calibration", "calibration_sha256"))
+    if not isinstance(cache, str) or not all(
+        isinstance(value, str | None) for value in (calibration, digest)
+    ):
         raise ValueError(
             f"{str(path)!r}: a plan has the text of a cache, and a calibration file or null"
         )
-    return StoredPlan(kvq.parse(cache), calibration)
+    plan = StoredPlan(kvq.parse(cache), calibration)
+    # a file that is gone is an error only of what needs it
+    if calibration and digest and Path(calibration).is_file() and _sha256(calibration) != digest:
+        raise ValueError(
+            f"{str(path)!r} was made with another calibration than {calibration!r} is now: run the"
+            " `kvq plan` that wrote it again"
+        )
+    return plan
+
+
+def _sha256(file: str | os.PathLike[str]) -> str:
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()
 
 
 def _json(path: Path) -> Any:

@@ -153,6 +153,7 @@ def test_a_plan_is_written_and_read_and_what_is_none_is_refused_in_one_line(tmp_
         kvq.parse("waterfill:k_widths=43210000@0/22110000,v_widths=32110000"),
         str(tmp_path / "w.safetensors"),
     )
+    (tmp_path / "w.safetensors").write_text("of this plan")
     kept.write_plan(tmp_path / "plan.json", written)
     assert kept.read_plan(tmp_path / "plan.json") == written
     good = json.loads((tmp_path / "plan.json").read_text())
@@ -163,6 +164,7 @@ def test_a_plan_is_written_and_read_and_what_is_none_is_refused_in_one_line(tmp_
         (json.dumps(good | {"format": "other"}), "is not a plan of kvq"),
         (json.dumps(good | {"cache": 3}), "the text of a cache"),
         (json.dumps(good | {"calibration": 3}), "the text of a cache"),
+        (json.dumps(good | {"calibration_sha256": 3}), "the text of a cache"),
         (json.dumps(good | {"cache": "nothing:bits=2"}), "unknown cache method 'nothing'"),
         (" " * (kept.MAX_BYTES + 1), "more than"),
     ):
@@ -170,6 +172,25 @@ def test_a_plan_is_written_and_read_and_what_is_none_is_refused_in_one_line(tmp_
         with pytest.raises(ValueError, match=message) as error:
             kept.read_plan(tmp_path / "plan.json")
         assert "\n" not in str(error.value)
+
+
+def test_a_plan_whose_calibration_was_made_anew_is_refused_and_older_plans_are_read(tmp_path):
+    """Another text orders channels otherwise, so the same widths would be another cache."""
+    calibration, file = tmp_path / "waterfill.safetensors", tmp_path / "plan.json"
+    calibration.write_text("of one text")
+    written = kept.StoredPlan(kvq.parse("waterfill:k_widths=43210000"), str(calibration))
+    kept.write_plan(file, written)
+    calibration.write_text("of another text")
+    with pytest.raises(ValueError, match="run the `kvq plan` that wrote it again") as error:
+        kept.read_plan(file)
+    assert "\n" not in str(error.value)
+    older = json.loads(file.read_text())
+    del older["calibration_sha256"]
+    file.write_text(json.dumps(older))
+    assert kept.read_plan(file) == written
+    kept.write_plan(file, written)
+    calibration.unlink()
+    assert kept.read_plan(file) == written, "commands that need no calibration read it"
 
 
 @pytest.fixture
