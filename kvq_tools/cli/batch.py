@@ -4,18 +4,14 @@ interrupted run continues where it stopped."""
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import hashlib
 import json
-import re
 import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
-
-import filelock
 
 from kvq_jax.files.json_text import parse_json
 from kvq_models.inference.engine.engine import Engine
@@ -24,7 +20,15 @@ from kvq_models.inference.engine.requests import Ended, Request, Token
 from kvq_models.inference.sampling import Sampling
 from kvq_models.llama.config import LlamaConfig
 from kvq_tools import chat_template, json_lines
-from kvq_tools.cli import console, engines, inputs, interruption, sampling_options, text_input
+from kvq_tools.cli import (
+    answers_file,
+    console,
+    engines,
+    inputs,
+    interruption,
+    sampling_options,
+    text_input,
+)
 from kvq_tools.cli.continuation import Continuation
 from kvq_tools.cli.tables import print_line
 
@@ -38,7 +42,6 @@ SETTINGS = {
     "seed": int,
 }
 PROMPTS = ("prompt", "prompt_ids", "messages")
-_ID = re.compile(rb'\{"id": (-?\d+|"([^"\\]|\\.)*"?)')
 _FINISH = {"ended": "ended", "length": "max-new-tokens", "not-finite": "not-finite"}
 
 
@@ -81,7 +84,7 @@ def run(options: argparse.Namespace) -> None:
     items = read_items(options, config, tokenizer)
     size: EngineSize | None = None
     tally = Tally()
-    with _answers(out_file) as (before, out):
+    with answers_file.opened(out_file) as (before, out):
         pending = _pending(options.out, items, before)
         if pending:
             size = _engine_size(options, config, pending)
@@ -192,18 +195,7 @@ def read_items(
 ) -> list[PromptLine]:
     """Read and check every line before any work is done. UserError names the line."""
     base = sampling_options.checked_sampling(options, sampling_options.model_sampling(config))
-    calibration = options.calibration
-    settings = [
-        options.model,
-        str(options.cache.spec),
-        inputs.model_dtype(options),
-        inputs.rows_dtype(options),
-        calibration,
-        # defaults are left out, so that answers of earlier versions keep their keys
-        *([options.activations] if options.activations != "float32" else []),
-        *([hashlib.sha256(Path(calibration).read_bytes()).hexdigest()] if calibration else []),
-    ]
-    items: list[PromptLine] = []
+    lines: list[tuple[str | int, Request, bool]] = []
     for number, line in enumerate(text_input.read_text(options.prompts).split("\n"), start=1):
         if not line.strip():
             continue
@@ -226,19 +218,44 @@ def read_items(
             ) from error
         except (console.UserError, ValueError) as error:
             raise console.UserError(f"{options.prompts}, line {number}: {error}") from error
-        digest = hashlib.sha256(
-            json.dumps([settings, dataclasses.astuple(request)]).encode()
-        ).hexdigest()[:16]
-        plain = not options.chat and "prompt" in fields
-        items.append(PromptLine(prompt_id, digest, request, plain))
-    if not items:
+        if "seed" not in fields:  # which asks for the numbers that one prompt gets
+            request = dataclasses.replace(request, choice=_stream(prompt_id))
+        lines.append((prompt_id, request, not options.chat and "prompt" in fields))
+    if not lines:
         raise console.UserError(f"{options.prompts!r} has no prompts; write one on each line")
-    ((prompt_id, count),) = Counter(item.id for item in items).most_common(1)
+    ((prompt_id, count),) = Counter(name for name, *_ in lines).most_common(1)
     if count > 1:
         raise console.UserError(
             f"{options.prompts!r} has {count} prompts with the id {prompt_id!r}"
         )
-    return items
+    settings = _settings(options)
+    return [
+        PromptLine(name, _digest([settings, dataclasses.astuple(request)])[:16], request, plain)
+        for name, request, plain in lines
+    ]
+
+
+def _stream(prompt_id: str | int) -> int:
+    """Return the stream of random numbers of a prompt, which no other line decides."""
+    return int(_digest(prompt_id)[:8], 16) >> 1  # an int32
+
+
+def _settings(options: argparse.Namespace) -> list[Any]:
+    calibration = options.calibration
+    return [
+        options.model,
+        str(options.cache.spec),
+        inputs.model_dtype(options),
+        inputs.rows_dtype(options),
+        calibration,
+        # defaults are left out, so that answers of earlier versions keep their keys
+        *([options.activations] if options.activations != "float32" else []),
+        *([hashlib.sha256(Path(calibration).read_bytes()).hexdigest()] if calibration else []),
+    ]
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
 def _request(
@@ -295,55 +312,6 @@ def _prompt(kind: str, value: Any, chat: bool, tokenizer: Any) -> tuple[int, ...
     if not texts or not value:
         raise ValueError("messages must be a list of objects with role and content, both texts")
     return tuple(chat_template.encoded(tokenizer, text_input.render_chat(tokenizer, value)))
-
-
-@contextlib.contextmanager
-def _answers(path: Path) -> Iterator[tuple[dict[str | int, str], BinaryIO]]:
-    """Yield (the keys of the answers that a file has, by id; the file, open after them).
-
-    Raises UserError if the file does not hold answers, or if another process writes to it.
-    """
-    lock = path.with_name(f".{path.name}.lock")
-    with contextlib.ExitStack() as stack:
-        with console.input_errors():
-            try:
-                stack.enter_context(filelock.FileLock(lock, timeout=0))
-            except filelock.Timeout:
-                raise console.UserError(f"another process writes to {str(path)!r}") from None
-            stack.callback(lock.unlink, missing_ok=True)
-            file = stack.enter_context(open(path, "a+b"))
-            keys = _keys(path, file)
-        yield keys, file
-
-
-def _keys(path: Path, file: BinaryIO) -> dict[str | int, str]:
-    """Return the keys of a file's answers by id, and move to the end of the last whole one."""
-    file.seek(0)
-    content = file.read()
-    whole = content[: content.rfind(b"\n") + 1]
-    keys: dict[str | int, str] = {}
-    for number, line in enumerate(whole.splitlines(), start=1):
-        try:
-            answer = parse_json(line)
-            keys[answer["id"]] = answer["key"]
-        except (ValueError, KeyError, TypeError):
-            raise console.UserError(
-                f"{str(path)!r}, line {number}, is not an answer of kvq generate; name another file"
-            ) from None
-    if not _begins_as_answer(content[len(whole) :]):
-        raise console.UserError(
-            f"the last line of {str(path)!r} is not an answer of kvq generate; name another file"
-        )
-    file.seek(len(whole))
-    return keys
-
-
-def _begins_as_answer(line: bytes) -> bool:
-    """Return True if a line that was cut begins as `_write` begins one, as far as it goes."""
-    if not (until_id := _ID.match(line)):
-        return b'{"id": '.startswith(line)
-    rest, key = line[until_id.end() :], b', "key": "'
-    return rest.startswith(key) or key.startswith(rest)
 
 
 def _pending(path: str, items: list[PromptLine], before: dict[str | int, str]) -> list[PromptLine]:

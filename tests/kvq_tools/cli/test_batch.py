@@ -52,19 +52,16 @@ def test_every_prompt_gets_the_answer_that_it_gets_alone(
     assert done["new_tokens"] == sum(len(answer["tokens"]) for answer in found.values())
     assert found["dog"]["new_tokens"] <= 5
     # with one slot nobody is beside a prompt, and another one was there before it
+    ids = 0, "dog", 2, 3, 4
     named = [
-        (prompt if isinstance(prompt, dict) else {"prompt": prompt}) | {"id": f"alone {i}"}
-        for i, prompt in enumerate(PROMPTS)
+        (prompt if isinstance(prompt, dict) else {"prompt": prompt}) | {"id": name}
+        for name, prompt in zip(ids, PROMPTS, strict=True)
     ]
     single, alone = tmp_path / "single.jsonl", tmp_path / "alone.jsonl"
     single.write_text(lines(named[::-1]))
     in_turn = ("generate", model, "--prompts", single, "--out", alone, *OPTIONS, "--slots=1")
     assert run(*in_turn)[0] == 0
-    apart = answers(alone)
-    for i, (name, prompt) in enumerate(zip((0, "dog", 2, 3, 4), PROMPTS, strict=True)):
-        assert {**apart[f"alone {i}"], "id": 0, "key": 0} == {**found[name], "id": 0, "key": 0}, (
-            prompt
-        )
+    assert answers(alone) == found
     one = run_json("generate", model, "--prompt", PROMPTS[0], *OPTIONS[:2], "--capacity", "64")
     assert (one["tokens"], one["text"]) == (found[0]["tokens"], found[0]["text"])
 
@@ -193,6 +190,43 @@ def test_a_last_line_is_kept_until_an_answer_replaces_it_and_only_if_it_is_a_cut
         (2, True) if refused else (130, False)
     )
     assert out.read_bytes() == before.encode() + content
+
+
+@pytest.fixture
+def asked(run, monkeypatch: pytest.MonkeyPatch):
+    """Return a function that runs a command up to its first answer, and returns its prompts."""
+    items: list[batch.PromptLine] = []
+
+    def stop(_path: str, every: list[batch.PromptLine], _before: dict) -> None:
+        items[:] = every
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(batch, "_pending", stop)
+
+    def prompts_of(*arguments) -> dict[str | int, batch.PromptLine]:
+        code, _, errors = run("generate", *arguments, *OPTIONS)
+        assert code == 130, errors
+        return {item.id: item for item in items}
+
+    return prompts_of
+
+
+def test_lines_draw_random_numbers_by_their_ids_and_those_of_one_prompt_by_their_seeds(
+    asked, model: pathlib.Path, tmp_path: pathlib.Path
+):
+    path, out = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+
+    def streams(prompts: list, *options: str) -> dict[str | int, tuple[int, int]]:
+        path.write_text(lines(prompts))
+        found = asked(model, "--prompts", path, "--out", out, "--temperature=1", *options)
+        return {name: (item.request.seed, item.request.choice) for name, item in found.items()}
+
+    equal = [{"prompt": "the dog", "id": name} for name in (*range(20), "0", "dog")]
+    first = streams(equal)
+    assert len(set(first.values())) == len(equal), "two equal prompts have equal answers"
+    assert streams(equal[:-9:-1]).items() <= first.items(), "by the id alone"
+    assert not set(streams(equal, "--seed=1").values()) & set(first.values())
+    assert streams([{"prompt": "the dog", "id": "dog", "seed": 3}]) == {"dog": (3, 0)}
 
 
 def test_answers_of_other_activations_are_not_continued(
