@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from kvq_jax.files.json_text import parse_json
+from kvq_models.calibration.fingerprint import partial_fingerprint_of
 from kvq_models.inference.engine.engine import Engine
 from kvq_models.inference.engine.engine_size import EngineSize
 from kvq_models.inference.engine.requests import Ended, Request, Token
 from kvq_models.inference.sampling import Sampling
+from kvq_models.llama import checkpoint
 from kvq_models.llama.config import LlamaConfig
 from kvq_tools import chat_template, json_lines
 from kvq_tools.cli import (
@@ -228,7 +230,7 @@ def read_items(
         raise console.UserError(
             f"{options.prompts!r} has {count} prompts with the id {prompt_id!r}"
         )
-    settings = _settings(options)
+    settings = _settings(options, config)
     return [
         PromptLine(name, _digest([settings, dataclasses.astuple(request)])[:16], request, plain)
         for name, request, plain in lines
@@ -240,17 +242,22 @@ def _stream(prompt_id: str | int) -> int:
     return int(_digest(prompt_id)[:8], 16) >> 1  # an int32
 
 
-def _settings(options: argparse.Namespace) -> list[Any]:
-    calibration = options.calibration
+def _settings(options: argparse.Namespace, config: LlamaConfig) -> list[Any]:
+    """Return what decides an answer besides its request. A model's place does not: its weights
+    do."""
+    with console.input_errors():
+        stored = checkpoint.open_checkpoint(options.model)
+        weights = partial_fingerprint_of(config, stored.read)
+        calibration = Path(options.calibration).read_bytes() if options.calibration else b""
     return [
-        options.model,
+        weights,
+        options.weights,
+        options.implementation,
+        options.activations,
         str(options.cache.spec),
         inputs.model_dtype(options),
         inputs.rows_dtype(options),
-        calibration,
-        # defaults are left out, so that answers of earlier versions keep their keys
-        *([options.activations] if options.activations != "float32" else []),
-        *([hashlib.sha256(Path(calibration).read_bytes()).hexdigest()] if calibration else []),
+        hashlib.sha256(calibration).hexdigest(),
     ]
 
 

@@ -3,9 +3,11 @@ continues where it stopped."""
 
 import json
 import pathlib
+import shutil
 
 import pytest
 
+from kvq_models import load_llama, save_llama
 from kvq_tools.cli import batch
 from tests.kvq_tools.cli.test_cli_errors import assert_one_line_error
 
@@ -227,6 +229,28 @@ def test_lines_draw_random_numbers_by_their_ids_and_those_of_one_prompt_by_their
     assert streams(equal[:-9:-1]).items() <= first.items(), "by the id alone"
     assert not set(streams(equal, "--seed=1").values()) & set(first.values())
     assert streams([{"prompt": "the dog", "id": "dog", "seed": 3}]) == {"dog": (3, 0)}
+
+
+def test_answers_are_continued_by_the_same_weights_wherever_they_are_and_by_no_others(
+    asked, model: pathlib.Path, prompts: pathlib.Path, tmp_path: pathlib.Path
+):
+    def keys(place: pathlib.Path | str, *options: str) -> list[str]:
+        items = asked(place, "--prompts", prompts, "--out", tmp_path / "answers.jsonl", *options)
+        return [item.key for item in items.values()]
+
+    moved = shutil.copytree(model, tmp_path / "moved")
+    before = keys(model)
+    assert keys(moved) == keys(f"{model}/../{model.name}") == before
+    others = [
+        keys(model, *options.split())
+        for options in ("--weights=dense", "--implementation=xla", "--activations=int8")
+    ]
+    llama, tokenizer = load_llama(moved, dtype="float32")
+    llama.norm.scale[...] = 2 * llama.norm.scale[...]
+    save_llama(llama, moved, tokenizer)
+    others.append(keys(moved))
+    every = [key for each in (before, *others) for key in each]
+    assert len(set(every)) == len(every)
 
 
 def test_answers_of_other_activations_are_not_continued(
