@@ -25,6 +25,7 @@ ROUNDS = 16
 MIN_STD, MAX_STD = 1e-3, 1e3  # of one correction
 MAX_LOG = 10.0  # of a scale
 GAIN = 1e-3  # by which a round must be better: rounding does not choose among converged ones
+MAX_COARSENING = 2.0  # of the squared steps of a tile: tiles of real models stay below 1.6
 
 Tiles = Float[Array, "B K n T H"]
 TOKENS, CHANNELS = 3, 4  # axes of tiles
@@ -54,7 +55,9 @@ def balance(tiles: Tiles, over: int, floor: float) -> Float[Array, "B K n a b"]:
     variances differ least.
 
     The variances of a tile differ by max / min of its tokens' standard deviations plus that of its
-    channels'.
+    channels'. No round counts that makes the tile's steps much longer than equal scales do: a
+    variance is about its mean, so x / a of a channel in which nearly all tokens agree is far from
+    zero, and would widen the range of every token.
     """
     across = TOKENS + CHANNELS - over
     min_log = max(math.log(floor), -MAX_LOG) if floor else -MAX_LOG
@@ -69,10 +72,11 @@ def balance(tiles: Tiles, over: int, floor: float) -> Float[Array, "B K n a b"]:
         a = corrected(a, b, over)
         b = corrected(b, a, across)
         spread = _spread(tiles * jnp.exp(-a - b))
-        better = spread < (1 - GAIN) * minimum
+        better = (spread < (1 - GAIN) * minimum) & (_coarseness(tiles, a, across) <= maximum)
         return a, b, jnp.where(better, a, best_a), jnp.where(better, spread, minimum)
 
     a, b = (jnp.zeros_like(lax.slice_in_dim(tiles, 0, 1, axis=axis)) for axis in (over, across))
+    maximum = MAX_COARSENING * _coarseness(tiles, a, across)
     state = lax.fori_loop(0, ROUNDS, turn, (a, b, a, _spread(tiles)))
     return jnp.exp(state[2])
 
@@ -84,3 +88,12 @@ def _spread(tiles: Tiles) -> Float[Array, "B K n 1 1"]:
         return jnp.max(std, (TOKENS, CHANNELS), keepdims=True) / minimum
 
     return ratio(TOKENS) + ratio(CHANNELS)
+
+
+def _coarseness(tiles: Tiles, log: Array, across: int) -> Float[Array, "B K n 1 1"]:
+    """Return the sum of squares of a * (max - min of x / a along `across`), to which the squared
+    error is proportional."""
+    balanced = tiles * jnp.exp(-log)
+    span = jnp.max(balanced, across, keepdims=True) - jnp.min(balanced, across, keepdims=True)
+    a, span = (jnp.sum(x**2, (TOKENS, CHANNELS), keepdims=True) for x in (jnp.exp(log), span))
+    return a * span
