@@ -71,7 +71,9 @@ def quantize(
     rows: Rows, scale: Float[Array, "B scales S width"], format: GroupFormat
 ) -> ScaledArray:
     """Quantize rows divided by their second scale as stored. It is positive in the stored dtype,
-    and the rows lie within `uniform.saturation_limit` of that dtype."""
+    and raised if the quotients would saturate. Rows lie within `uniform.saturation_limit`."""
+    limit = uniform.NEAR * uniform.saturation_limit(format.scale_dtype)
+    scale = jnp.maximum(scale, _largest(rows, scale) / limit)
     scale = uniform.as_stored(scale, format.scale_dtype)
     return ScaledArray(grouped_array.quantize(rows / _spread(scale, rows), format), scale)
 
@@ -80,6 +82,16 @@ def dequantize(body: ScaledArray) -> Rows:
     """Return (code * step + zero) * scale, fp32 [B, K, T, H]."""
     rows = grouped_array.dequantize(body.groups)
     return rows * _spread(body.scale, rows)
+
+
+def _largest(
+    rows: Rows, scale: Float[Array, "B scales S width"]
+) -> Float[Array, "B scales S width"]:
+    """Return the largest magnitude among the entries that share each second scale."""
+    batch, heads, tokens, channels = rows.shape
+    _, scales, runs, width = scale.shape
+    shape = batch, scales, heads // scales, runs, tokens // runs, width, channels // width
+    return jnp.max(jnp.abs(rows).reshape(shape), axis=(2, 4, 6))
 
 
 def _spread(scale: Float[Array, "B scales S width"], rows: Rows) -> Float[Array, "B K T width"]:

@@ -114,3 +114,14 @@ def test_values_of_a_few_tokens_are_read_as_well_as_with_equal_scales(size: floa
         )
         error, usual = (np.linalg.norm(read - size * x) for read in (one, plain))
         assert error < 1.5 * usual, f"{name}: {error / usual:.2f} times as large"
+
+
+@pytest.mark.parametrize("size", [1e2, 5e3])
+def test_channels_of_almost_no_variance_do_not_saturate(size: float):
+    """Their scale is small, and what is stored of x / a must still fit float16."""
+    rng = np.random.default_rng(7)
+    same, noise = rng.normal(size=(1, 2, 1, 128)), rng.normal(size=(1, 2, 128, 128))
+    x = size * (same + 1e-5 * noise)
+    v = jnp.asarray(x, jnp.float32)
+    read = np.asarray(kvq.roundtrip("kvarn:bits=8", v, v, layout="BNTH")[1])
+    assert np.linalg.norm(read - x) < 0.02 * np.linalg.norm(x)
