@@ -22,14 +22,21 @@ from kvq_jax.methods.base import (
     scale_dtype_option,
 )
 from kvq_jax.methods.block_gtq.codec import RateGroupsCodec
-from kvq_jax.methods.waterfill.widths import TEMPLATE_FALL, chunk_energies, read, written
+from kvq_jax.methods.waterfill.widths import (
+    TEMPLATE_FALL,
+    Parameters,
+    Widths,
+    chunk_energies,
+    read,
+    widths_by_layer,
+    written,
+)
 from kvq_jax.types.array_types import ModelDims
 
 ERRORS = tuple(4.0**-bits for bits in range(MAX_BITS + 1))  # the paper's law of TurboQuant's error
 MIN_BITS = 1  # bits of a pair, as in the public code
 CHUNK = 4  # channels, two pairs: the levels of a group need three
 WIDE_CHUNK = 8  # channels, from head dim 256 on: 32 digits, which also describe head dim 128
-PROFILES = 4  # different widths in a model, at most (docs/decisions/calibration.md)
 V_BITS = tuple(range(MAX_BITS + 1))
 
 
@@ -71,16 +78,18 @@ class BlockGTQ(Method):
         """Return the method with widths of keys for each layer, by its energies."""
         if self.k_widths or "k" not in calibrated:
             return self
-        count = self._chunks(dims.head_dim)
-        layers = [layer for layer, one in enumerate(calibrated["k"]) if one]
-        if not layers:
+
+        def share(
+            head_dim: int, layers: list[Sequence[Parameters]], profiles: int
+        ) -> list[list[Widths]]:
+            count = self._chunks(head_dim)
+            energies = [[chunk_energies(keys["energies"], count)] for [keys] in layers]
+            return layer_widths(energies, [self._budget(count)], profiles, ERRORS, MIN_BITS)
+
+        filled = widths_by_layer([[keys] for keys in calibrated["k"]], dims, share)
+        if not filled:
             return self
-        energies = [[chunk_energies(calibrated["k"][i]["energies"], count)] for i in layers]
-        chosen = layer_widths(energies, [self._budget(count)], PROFILES, ERRORS, MIN_BITS)
-        # Layers without parameters stay in full precision, whatever their widths.
-        known = {i: written(widths) for i, [widths] in zip(layers, chosen, strict=True)}
-        filled = [known.get(i, known[layers[0]]) for i in range(len(calibrated["k"]))]
-        return dataclasses.replace(self, k_widths=per_layer(filled))
+        return dataclasses.replace(self, k_widths=per_layer([written(keys) for [keys] in filled]))
 
     def codec(self, side: Side, layer: int, dims: ModelDims, block: int, dtype: str) -> Codec:
         if side == "k":

@@ -27,16 +27,17 @@ from kvq_jax.methods.waterfill.codec import (
     ValueCodec,
 )
 from kvq_jax.methods.waterfill.widths import (
+    Parameters,
+    Widths,
     chunk_energies,
     parted,
     read,
     template,
     template_chunks,
+    widths_by_layer,
     written,
 )
 from kvq_jax.types.array_types import ModelDims
-
-PROFILES = 4  # different widths in a model, at most (docs/decisions/calibration.md)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,28 +91,25 @@ class Waterfill(Method):
         calibrated = {side: calibrated[side] for side in calibrated if self._is_calibrated(side)}
         if self.k_widths or self.v_widths or not calibrated:
             return self
-        layers = list(zip(*calibrated.values(), strict=True))
-        # Layers without parameters stay in full precision, whatever their widths.
-        known = [layer for layer, sides in enumerate(layers) if all(sides)]
-        if not known:
-            return self
-        head_dims = {layer: head_dim_at(dims, layer) for layer in known}
-        sizes, fitted = dict.fromkeys(head_dims.values()), dict[int, list[tuple[int, ...]]]()
-        profiles = max(1, PROFILES // max(1, len(sizes)))
-        for head_dim in sizes:
-            alike = [layer for layer in known if head_dims[layer] == head_dim]
+
+        def share(
+            head_dim: int, layers: list[Sequence[Parameters]], profiles: int
+        ) -> list[list[Widths]]:
             count = template_chunks(head_dim)
             budgets = [sum(template(self.bits, head_dim)[side == "v"]) for side in calibrated]
             chunks = [
-                [chunk_energies(parameters["energies"], count) for parameters in layers[layer]]
-                for layer in alike
+                [chunk_energies(parameters["energies"], count) for parameters in sides]
+                for sides in layers
             ]
             if self.key_basis == "eigen":  # energies of both sides are of one channel each
                 chunks, budgets = [[np.concatenate(sides)] for sides in chunks], [sum(budgets)]
             chosen = layer_widths(chunks, budgets, profiles)
-            for layer, widths in zip(alike, chosen, strict=True):
-                fitted[layer] = parted(sum(widths, ()), count)
-        filled = [fitted.get(layer, fitted[known[0]]) for layer in range(len(layers))]
+            return [parted(sum(widths, ()), count) for widths in chosen]
+
+        layers = list(zip(*calibrated.values(), strict=True))
+        filled = widths_by_layer(layers, dims, share)
+        if not filled:
+            return self
         sides = zip(calibrated, zip(*filled, strict=True), strict=True)
         return dataclasses.replace(
             self,

@@ -9,13 +9,20 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
 
 import numpy as np
 from jaxtyping import Float, Int
 
 from kvq_jax.arrays.reverse_water_filling import MAX_BITS, allocate
+from kvq_jax.methods.base import head_dim_at
+from kvq_jax.types.array_types import ModelDims
 
+Parameters: TypeAlias = Mapping[str, np.ndarray]
+Widths: TypeAlias = tuple[int, ...]
+
+PROFILES = 4  # different widths in a model, at most (docs/decisions/calibration.md)
 TEMPLATE_FALL = 4.0  # bits, from the strongest channel to the weakest, without a calibration
 CHUNK = 8  # channels for each 64 of a head, which are 8 chunks
 
@@ -23,6 +30,35 @@ CHUNK = 8  # channels for each 64 of a head, which are 8 chunks
 def chunk_energies(energies: Float[np.ndarray, "K n"], chunks: int) -> Float[np.ndarray, " chunks"]:
     """Return the energy of all heads together in each chunk of their sorted channels (or pairs)."""
     return energies.reshape(len(energies), chunks, -1).sum(axis=(0, 2), dtype=np.float64)
+
+
+def widths_by_layer(
+    layers: Sequence[Sequence[Parameters]],
+    dims: ModelDims,
+    share: Callable[[int, list[Sequence[Parameters]], int], list[list[Widths]]],
+) -> list[list[Widths]]:
+    """Return the widths of the sides of each layer. Layers of one head dim are compared with each
+    other, since a chunk of theirs has the same number of channels.
+
+    Layers without parameters stay in full precision, whatever their widths, so they take another
+    layer's. Nothing is returned if no layer has any.
+
+    Args:
+        layers: the calibrated parameters of each side of each layer.
+        dims: the model's dimensions.
+        share: (head dim, the layers of it, the number of different widths that they may have) ->
+            the widths of their sides.
+    """
+    known = [layer for layer, sides in enumerate(layers) if all(sides)]
+    head_dims = {layer: head_dim_at(dims, layer) for layer in known}
+    sizes = dict.fromkeys(head_dims.values())
+    fitted: dict[int, list[Widths]] = {}
+    for head_dim in sizes:
+        alike = [layer for layer in known if head_dims[layer] == head_dim]
+        profiles = max(1, PROFILES // len(sizes))
+        widths = share(head_dim, [layers[layer] for layer in alike], profiles)
+        fitted |= zip(alike, widths, strict=True)
+    return [fitted.get(layer, fitted[known[0]]) for layer in range(len(layers)) if known]
 
 
 def written(widths: Sequence[int] | Int[np.ndarray, " chunks"]) -> int:

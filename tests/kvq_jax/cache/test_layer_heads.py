@@ -163,6 +163,19 @@ def test_fitted_widths_spend_the_bits_of_each_head_dim():
     assert kvq.cache.layout(spec, dims, 1, 512).plans[1].k.format.channels == 128
 
 
+def test_fitted_widths_of_block_gtq_fit_the_head_dim_of_each_layer():
+    sizes = (64, 32)
+    dims = dataclasses.replace(
+        OWN, num_hidden_layers=2, layer_heads=tuple(LayerHeads(2, size) for size in sizes)
+    )
+    energies = [{"energies": np.geomspace(9, 0.1, size // 2)[None]} for size in sizes]
+    spec = kvq.parse("block_gtq")
+    fitted = dataclasses.replace(spec, k=spec.k.fitted({"k": energies}, dims))
+    for size, plan in zip(sizes, kvq.cache.layout(fitted, dims, 1, 64).plans, strict=True):
+        widths = plan.k.format.widths
+        assert (len(widths), sum(widths)) == (size // 4, 3 * size // 4)
+
+
 def test_rows_of_another_layer_are_refused_with_the_shape_of_this_one():
     other = {side: rows(0, 24)[side] for side in "kv"}
     with pytest.raises(ValueError, match=r"rows\[.k.\] must be \[B, 1, T, 128\]"):
