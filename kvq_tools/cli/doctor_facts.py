@@ -156,7 +156,7 @@ def calibration_state(
         ]
     stored = _stored_weights(model)
     with input_errors():
-        fingerprint = None if stored is None else partial_fingerprint_of(config, stored.read)
+        fingerprint = None if stored is None else partial_fingerprint_of(stored)
         calibration = check_calibration(spec, config, file, fingerprint)
     assert calibration is not None, "a file is refused if none is needed"
     compared = (

@@ -3,8 +3,7 @@ origin and the caches it serves.
 
     header   format "kvq-calibration", format_version, spec, keys (the options that each layer and
              side was fitted for), dims, model_fingerprint, text, tokens_sha256, samples, length,
-             seed, dtype, loss, and a checksum of everything else (kvq_jax/files/checksum.py);
-             files of version 1 have no checksum
+             seed, dtype, loss, and a checksum of everything else (kvq_jax/files/checksum.py)
     tensors  layers.{i}.{k|v}.{name}, as the codecs' `parameters` declare them
 
 A file is untrusted input. No tensor is read before its name, shape and dtype agree with what the
@@ -35,7 +34,8 @@ from kvq_jax.methods.base import Method
 from kvq_jax.types.array_types import ModelDims
 from kvq_models.calibration.needs import Need, needs
 
-FORMAT, VERSION, WITHOUT_CHECKSUM = "kvq-calibration", "2", "1"
+# the fingerprints of versions 1 and 2 were of few weights
+FORMAT, VERSION = "kvq-calibration", "3"
 _TENSOR = re.compile(r"(layers\.\d+\.[kv])\.(.+)")
 
 
@@ -211,11 +211,10 @@ def read_calibration(
     if not path.is_file():
         raise FileNotFoundError(f"calibration {where} is not a file")
     with _opened(path) as file:
-        header = file.metadata() or {}
-        calibration = _described(path, header)
+        calibration = _described(path, file.metadata() or {})
         stored = {name: _array(file.get_slice(name)) for name in list(file.keys())}
         names = check(where, calibration, stored, spec, config, model_fingerprint)
-        tensors = read_tensors(file, where, required=header["format_version"] != WITHOUT_CHECKSUM)
+        tensors = read_tensors(file, where, required=True)
     tensors = {name: tensors[name] for name in names}
     calibration = dataclasses.replace(
         calibration, keys={name: calibration.keys[name] for name in needed}, tensors=tensors
@@ -332,10 +331,10 @@ def _described(path: Path, header: Mapping[str, str]) -> Calibration:
             f"{str(path)!r} is not a calibration: its header has format={header.get('format')!r},"
             f" not {FORMAT!r}"
         )
-    if header.get("format_version") not in (VERSION, WITHOUT_CHECKSUM):
+    if header.get("format_version") != VERSION:
         raise ValueError(
             f"{str(path)!r} has format_version={header.get('format_version')!r}; this version of"
-            f" kvq reads {VERSION!r}"
+            f" kvq reads {VERSION!r}: calibrate again"
         )
     readers = {
         "text": str,

@@ -102,15 +102,22 @@ def load_weights(
         name = str(dtype)
     if name not in MODEL_DTYPES:
         raise ValueError(f"dtype={name!r} is not supported; supported: {', '.join(MODEL_DTYPES)}")
+    abstract = described(checkpoint, dtype)
+    packs = packing(checkpoint, weights, dtype, on_mesh=mesh is not None)
+    placement = None if mesh is None else placement_of(mesh)
+    return with_activations(_read_weights(abstract, checkpoint, placement, packs), activations)
+
+
+def described(checkpoint: Checkpoint, dtype: DTypeLike = "bfloat16") -> Llama:
+    """Return the abstract model of an open checkpoint, whose tensors are all there and of the right
+    shapes. Raises as `load_llama` does."""
     _check_layers(checkpoint)
     config = _untie_if_stored_apart(checkpoint)
     if config.brings_kv_scales and isinstance(checkpoint, HfDirectory):
         config = dataclasses.replace(config, kv_scales=checkpoint.kv_scales())
     abstract = abstract_llama(config, dtype)
     _check_tensors(hf_names.weights(abstract), checkpoint, tied=config.tie_word_embeddings)
-    packs = packing(checkpoint, weights, dtype, on_mesh=mesh is not None)
-    placement = None if mesh is None else placement_of(mesh)
-    return with_activations(_read_weights(abstract, checkpoint, placement, packs), activations)
+    return abstract
 
 
 def save_llama(llama: Llama, directory: str | os.PathLike[str], tokenizer: Any = None) -> None:

@@ -132,10 +132,20 @@ class GgufFile:
             return packed_matrix(blocks.reshape(-1, *blocks.shape[-2:]), kind, None, dtype)
 
     def parts(self, name: str) -> Callable[[tuple[slice, ...]], np.ndarray]:
-        """Return a function that returns parts of one tensor, which is read and dequantized as a
-        whole."""
-        whole = self.read(name)
-        return lambda index: whole[index]
+        """Return a function that returns parts of one tensor. Of a matrix, their rows alone are
+        dequantized, and other tensors as a whole."""
+        tensor = self._tensors.get(name)
+        if tensor is None or len(tensor.shape) != 2 or name in self._slices:
+            whole = self.read(name)
+            return lambda index: whole[index]
+        order, heads = np.arange(tensor.shape[0]), gguf_names.swapped_heads(self.config, name)
+        if heads:
+            order = gguf_names.unswapped(order, heads)
+
+        def read(index: tuple[slice, ...]) -> np.ndarray:
+            return self._dequantized(name, order[index[0]])[(slice(None), *index[1:])]
+
+        return read
 
     def tokenizer(self) -> Any:
         """Return the tokenizer, or None if the file has none. Raise CheckpointError for a broken
@@ -157,10 +167,10 @@ class GgufFile:
         if (tokenizer := self.tokenizer()) is not None:
             tokenizer.save_pretrained(directory)
 
-    def _dequantized(self, name: str) -> np.ndarray:
+    def _dequantized(self, name: str, rows: np.ndarray | None = None) -> np.ndarray:
         tensor = self._tensors[name]
         with self._errors(f"holds tensor {tensor.name!r}, which cannot be read"):
-            return dequantized(tensor)
+            return dequantized(tensor, rows)
 
     @contextmanager
     def _errors(self, task: str) -> Iterator[None]:

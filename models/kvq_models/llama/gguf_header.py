@@ -277,23 +277,25 @@ def blocks_of(tensor: GgufTensor) -> np.ndarray:
     return data.reshape(*tensor.shape[:-1], -1, size)
 
 
-def dequantized(tensor: GgufTensor) -> np.ndarray:
-    """Return a tensor [...] as float32: exactly the numbers that its blocks encode.
+def dequantized(tensor: GgufTensor, rows: np.ndarray | None = None) -> np.ndarray:
+    """Return a tensor [...], or rows of it, as float32: exactly the numbers that its blocks encode.
 
     Raises as `blocks_of` does, and NotImplementedError for a type that the gguf library cannot
     dequantize.
     """
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 
-    kind, blocks = GGMLQuantizationType(tensor.kind), blocks_of(tensor)
+    kind, blocks, shape = GGMLQuantizationType(tensor.kind), blocks_of(tensor), tensor.shape
+    if rows is not None:
+        blocks, shape = blocks[rows], (len(rows), *shape[1:])
     per_block, size = GGML_QUANT_SIZES[kind]
-    count, data = math.prod(tensor.shape), blocks.reshape(-1)
+    count, data = math.prod(shape), blocks.reshape(-1)
     length = len(data)
     if kind == GGMLQuantizationType.F32:
-        return data.view("<f4").astype(np.float32).reshape(tensor.shape)
+        return data.view("<f4").astype(np.float32).reshape(shape)
     values = np.empty(count, np.float32)
     for first in range(0, length, _BLOCKS * size):
         part = data[first : first + _BLOCKS * size]
         start, stop = first // size * per_block, (first + len(part)) // size * per_block
         values[start:stop] = dequantize(part[None], kind)[0]
-    return values.reshape(tensor.shape)
+    return values.reshape(shape)

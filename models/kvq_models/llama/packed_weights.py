@@ -207,6 +207,10 @@ class MatrixView(PackedWeight):
     def activations(self) -> Activations:
         return self.matrix.activations
 
+    def columns(self, outputs: Int[Array, "..."]) -> Float[Array, "... I"]:
+        """Return columns of the matrix. Outputs must be in range."""
+        return self.matrix.columns(outputs)
+
 
 @pytree
 @dataclasses.dataclass(frozen=True)

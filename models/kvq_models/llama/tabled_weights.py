@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int32, Shaped, UInt8, UInt16, UInt32
+from jaxtyping import Array, Bool, Float, Int, Int32, Shaped, UInt8, UInt16, UInt32
 
 from cpu_kernels.tabled_product import tabled_products
 from kvq_jax.types.pytree import pytree
@@ -70,6 +70,10 @@ class TabledMatrix(ProductWeight):
 
     def dequantized(self) -> Float[Array, "I O"]:
         return _values(self, 0, self.shape[1]).T.astype(self.dtype)
+
+    def columns(self, outputs: Int[Array, "n"]) -> Float[Array, "n I"]:
+        """Return columns of w. Outputs must be in range."""
+        return lax.map(lambda output: _values(self, output, 1)[0], outputs).astype(self.dtype)
 
     def astype(self, dtype: DTypeLike) -> TabledMatrix:
         """Return the matrix with its levels and sparse values in another dtype."""

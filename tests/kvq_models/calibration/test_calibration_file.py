@@ -12,12 +12,27 @@ from safetensors.numpy import load_file
 
 import kvq_jax as kvq
 from kvq_jax.files.checksum import save_tensors
-from kvq_models import load_calibration, prefill, prepare, resolved, save_calibration
-from kvq_models.calibration.fingerprint import partial_fingerprint
+from kvq_models import (
+    load_calibration,
+    prefill,
+    prepare,
+    resolved,
+    save_calibration,
+    save_llama,
+)
+from kvq_models.calibration.fingerprint import partial_fingerprint, partial_fingerprint_of
 from kvq_models.calibration.needs import needs
 from kvq_models.llama import hf_names
+from kvq_models.llama.checkpoint import open_checkpoint
+from kvq_models.llama.rope_config import RopeConfig
 from tests.kvq_models.calibration_runs import KEYS_ONLY, SPEC, model, one_line, run
-from tests.kvq_models.checkpoints import random_llama, random_tokens, row_errors, tiny_config
+from tests.kvq_models.checkpoints import (
+    CASES,
+    random_llama,
+    random_tokens,
+    row_errors,
+    tiny_config,
+)
 
 # --- the file
 
@@ -146,19 +161,68 @@ def test_another_model_or_other_options_are_refused_by_name(file):
     one_line("takes no calibration", load_calibration, file, model(), "kivi")
 
 
-def test_a_fingerprint_does_not_depend_on_the_dtype_and_tells_models_apart():
-    llama = random_llama(tiny_config("qwen3"))
+FAMILIES = {
+    "qwen3": {"attention_bias": True, "head_dim": 16},
+    "gemma3_text": {"head_dim": 16, "query_pre_attn_scalar": 16},
+    "qwen3_moe": CASES["qwen3_moe"].fields,
+    "gpt_oss": CASES["gpt_oss"].fields,
+    "granitemoehybrid": CASES["granite_4"].fields,
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_fingerprint_depends_on_every_weight_and_not_on_the_dtype(family):
+    llama = random_llama(tiny_config(family, **FAMILIES[family]))
     rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), llama)
-    assert partial_fingerprint(rounded) == partial_fingerprint(llama)
-    for path in (
-        "layers.0.k_proj.kernel",
-        "layers.1.v_proj.kernel",
-        "layers.1.k_norm.scale",
-        "norm.scale",
-    ):
-        leaf = hf_names.weights(llama)[path].leaf
-        other = hf_names.replace_weights(llama, {path: leaf.at[(0,) * leaf.ndim].add(1.0)})
-        assert partial_fingerprint(other) != partial_fingerprint(llama), path
+    expected = partial_fingerprint(llama)
+    assert partial_fingerprint(rounded) == expected
+    for path, weight in hf_names.weights(llama).items():
+        other = weight.leaf.at[(0,) * weight.leaf.ndim].add(1.0)
+        assert partial_fingerprint(hf_names.replace_weights(llama, {path: other})) != expected, path
+
+
+SETTINGS = {
+    "sliding_window": 8,
+    "windowed_layers": (1,),
+    "rms_norm_eps": 1e-2,
+    "activation": "gelu_tanh",
+    "unit_offset_norms": True,
+    "unrotated_layers": (0,),
+    "embedding_multiplier": 2.0,
+    "residual_multiplier": 0.5,
+    "attention_multiplier": 0.5,
+    "logits_scaling": 2.0,
+    "attention_soft_cap": 5.0,
+    "logits_soft_cap": 5.0,
+    "attention_sinks": True,
+    "rope": RopeConfig(rope_type="linear", factor=2.0),
+    "local_rope": RopeConfig(theta=1e3),
+}
+
+
+def test_a_fingerprint_depends_on_what_a_layer_computes():
+    config = tiny_config()
+    expected = partial_fingerprint(random_llama(config))
+    for name, value in SETTINGS.items():
+        other = random_llama(dataclasses.replace(config, **{name: value}))
+        assert partial_fingerprint(other) != expected, name
+    for fields in ({"max_position_embeddings": 128}, {"eos_token_ids": (5,)}):
+        same = random_llama(dataclasses.replace(config, **fields))
+        assert partial_fingerprint(same) == expected, fields
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_directory_has_the_fingerprint_of_its_model(family, tmp_path):
+    llama = random_llama(tiny_config(family, **FAMILIES[family]))
+    save_llama(llama, tmp_path / "model")
+    assert partial_fingerprint_of(open_checkpoint(tmp_path / "model")) == partial_fingerprint(llama)
+
+
+def test_files_whose_fingerprint_was_of_few_weights_are_refused(file):
+    changed(file, lambda tensors, header: header.update(format_version="2"))
+    one_line(
+        "this version of kvq reads '3': calibrate again", load_calibration, file, model(), SPEC
+    )
 
 
 # --- a prepared model

@@ -14,8 +14,14 @@ import pytest
 from safetensors.numpy import save_file
 
 import kvq_jax as kvq
+from kvq_models.calibration.fingerprint import partial_fingerprint, partial_fingerprint_of
 from kvq_models.llama import packed_loading, packed_weights
-from kvq_models.llama.checkpoint import CheckpointError, load_llama, save_llama
+from kvq_models.llama.checkpoint import (
+    CheckpointError,
+    load_llama,
+    open_checkpoint,
+    save_llama,
+)
 from kvq_models.llama.gguf_blocks import matrix_of_codes
 from kvq_models.llama.model import forward
 from kvq_models.llama.packed_loading import dense_llama
@@ -77,6 +83,8 @@ def test_codes_keep_their_values_and_compute_the_same_logits(
     bits = 8 if "8" in case or "fbgemm" in case else 4
     assert {leaf.bits for leaf in of_codes(packed)} == {bits}
     assert packed_loading.fingerprint(packed) == kvq.files.fingerprint(dense)
+    assert partial_fingerprint(packed) == partial_fingerprint(dense)
+    assert partial_fingerprint_of(open_checkpoint(tmp_path)) == partial_fingerprint(dense)
     tokens = random_tokens((1, 6))
     wanted = _logits(dense, tokens)
     assert row_errors(_logits(packed, tokens), wanted).max() < 1e-5

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvq_models.calibration.fingerprint import partial_fingerprint, partial_fingerprint_of
 from kvq_models.llama import packed_weights
-from kvq_models.llama.checkpoint import load_llama
+from kvq_models.llama.checkpoint import load_llama, open_checkpoint
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import forward
 from kvq_models.llama.packed_experts import PackedExperts, expert_products
@@ -50,6 +51,8 @@ def test_packed_experts_have_the_files_values_and_compute_the_logits_of_dense_on
     experts = packed.layers[0].mlp
     assert all(isinstance(w[...], PackedExperts) for w in (experts.gate, experts.up, experts.down))
     jax.tree.map(np.testing.assert_array_equal, dense_llama(packed), dense)
+    assert partial_fingerprint(packed) == partial_fingerprint(dense)
+    assert partial_fingerprint_of(open_checkpoint(path)) == partial_fingerprint(dense)
     tokens = random_tokens((1, 6))
     wanted = _logits(dense, tokens)
     assert row_errors(_logits(packed, tokens), wanted).max() < 1e-5

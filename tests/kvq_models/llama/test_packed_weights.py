@@ -13,9 +13,14 @@ from jax.sharding import Mesh
 
 import kvq_jax as kvq
 from kvq_models import generate, prepare
-from kvq_models.calibration.fingerprint import partial_fingerprint
+from kvq_models.calibration.fingerprint import partial_fingerprint, partial_fingerprint_of
 from kvq_models.llama import packed_loading, packed_weights
-from kvq_models.llama.checkpoint import CheckpointError, load_llama, save_llama
+from kvq_models.llama.checkpoint import (
+    CheckpointError,
+    load_llama,
+    open_checkpoint,
+    save_llama,
+)
 from kvq_models.llama.gguf_blocks import KINDS, packed_matrix
 from kvq_models.llama.gguf_file import GgufFile
 from kvq_models.llama.model import Llama
@@ -116,6 +121,7 @@ def test_packed_weights_generate_the_tokens_of_dense_ones(file: pathlib.Path):
 def test_what_builds_on_weights_takes_their_values(file: pathlib.Path, tmp_path: pathlib.Path):
     packed, dense = (load_llama(file, dtype="float32", weights=w)[0] for w in ("packed", "dense"))
     assert partial_fingerprint(packed) == partial_fingerprint(dense)
+    assert partial_fingerprint_of(open_checkpoint(file)) == partial_fingerprint(dense)
     assert packed_loading.fingerprint(packed) == kvq.files.fingerprint(dense)
     assert packed_loading.fingerprint(random_llama(CONFIG)) != kvq.files.fingerprint(dense)
     one, other = (prepare(llama, "xquant:bits=4").cache_parameters for llama in (packed, dense))

@@ -12,6 +12,7 @@ import pytest
 
 import kvq_jax as kvq
 from kvq_jax.cache.accounting import nbytes
+from kvq_models.calibration.fingerprint import partial_fingerprint
 from kvq_models.calibration.weights import PROJECTIONS, quantize_weights
 from kvq_models.llama import hf_names, packed_loading, packed_weights, tabled_weights
 from kvq_models.llama.checkpoint import CheckpointError, load_llama, save_llama
@@ -68,6 +69,7 @@ def test_packed_weights_are_the_dequantized_ones_bit_for_bit(pair: tuple[Llama, 
     assert len(tabled(packed)) == 2 * len(PROJECTIONS)
     jax.tree.map(np.testing.assert_array_equal, packed_loading.dense_llama(packed), dense)
     assert packed_loading.fingerprint(packed) == kvq.files.fingerprint(dense)
+    assert partial_fingerprint(packed) == partial_fingerprint(dense)
     plain: dict[str, Any] = {**SIZES, "sparse": 0.0}
     without = quantize_weights(random_llama(packed.config), TOKENS, **plain)[0]
     path = "layers.0.q_proj.kernel"
