@@ -182,6 +182,18 @@ CASES |= {
     "qwen2_window": CheckpointCase(
         "qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
     ),
+    "qwen3_moe_window": CheckpointCase(  # in all layers, whatever max_window_layers says
+        "qwen3_moe",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "head_dim": 16,
+            "use_sliding_window": True,
+            "sliding_window": WINDOW,
+            "max_window_layers": 1,
+        },
+    ),
     "mixtral_window": CheckpointCase(
         "mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": WINDOW}
     ),

@@ -14,17 +14,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvq_jax.layer.attention import Attention
+from kvq_jax.layer.known_attention import WINDOWS_EVERYWHERE
 from kvq_models.llama import families
 from kvq_models.llama.config_fields import check_positive, optional, required, token_ids
 from kvq_models.llama.end_tokens import end_tokens
 from kvq_models.llama.experts_config import ExpertsConfig, experts_from_hf, experts_to_hf
 from kvq_models.llama.generation_defaults import GenerationDefaults
-from kvq_models.llama.layer_kinds import (
-    WINDOWED_THROUGHOUT,
-    checked_layers,
-    sliding_window,
-    unrotated_layers,
-)
+from kvq_models.llama.layer_kinds import checked_layers, sliding_window, unrotated_layers
 from kvq_models.llama.quantized.kv_scales import KVScales, brings_kv_scales
 from kvq_models.llama.rope_config import (
     RopeConfig,
@@ -284,8 +280,9 @@ class LlamaConfig:
 
     def _window_to_hf(self) -> dict[str, Any]:
         stated = families.FAMILIES[self.model_type].full_layer_step is not None
-        if self.model_type in WINDOWED_THROUGHOUT or (self.sliding_window is None and not stated):
-            return {"sliding_window": self.sliding_window}
+        if self.model_type in WINDOWS_EVERYWHERE or (self.sliding_window is None and not stated):
+            window = self.sliding_window
+            return {"sliding_window": window, "use_sliding_window": window is not None}
         kinds = [
             "sliding_attention" if i in self.windowed_layers else "full_attention"
             for i in range(self.num_hidden_layers)

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvq_jax.layer.known_attention import SUPPORTED_LAYERS
+from kvq_jax.layer.known_attention import SUPPORTED_LAYERS, WINDOWS_EVERYWHERE
 from kvq_models.llama.config_fields import check_positive, optional, required
 from kvq_models.llama.families import LINEAR, Family
 
-WINDOWED_THROUGHOUT = ("mistral", "mixtral", "phi3")  # a window is of all layers
+# families besides those with a full_layer_step whose windows `layer_types` may name
+_NAME_WINDOWS = ("qwen2", "qwen3", "smollm3")
+# families without windows, unless `use_sliding_window` says so
+_CHOOSE_WINDOWS = ("qwen2", "qwen3", "qwen3_moe")
 
 MAX_LAYERS = 1024  # eight times the largest Llama; plans and weights are made layer by layer
 
@@ -80,15 +83,29 @@ def _windowed_layers(
             f"config field layer_types contains {', '.join(unknown)}; supported:"
             f" {', '.join(SUPPORTED_LAYERS)}"
         )
-    if hf["model_type"] in WINDOWED_THROUGHOUT and has_window:
+    model_type, used = hf["model_type"], optional(hf, "use_sliding_window", bool, None)
+    active = used or model_type not in _CHOOSE_WINDOWS
+    if model_type in WINDOWS_EVERYWHERE and has_window and active:
         return tuple(range(layers))
+    named = tuple(i for i, kind in enumerate(kinds or ()) if kind == "sliding_attention")
+    if named and family.full_layer_step is None and model_type not in _NAME_WINDOWS:
+        raise NotImplementedError(
+            f"config field layer_types contains sliding_attention, which {model_type=} does not"
+            " read; supported: full_attention"
+        )
+    if named and used is False and model_type in _CHOOSE_WINDOWS:
+        raise NotImplementedError(
+            "config field layer_types contains sliding_attention, and use_sliding_window=False"
+        )
     if kinds is not None:
-        return tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
+        return named
     if family.full_layer_step is not None:
         step = optional(hf, "sliding_window_pattern", int, family.full_layer_step)
         check_positive("sliding_window_pattern", step)
         return tuple(i for i in range(layers) if (i + 1) % step)
-    if optional(hf, "use_sliding_window", bool, False):
+    if used and model_type == "smollm3":
+        return unrotated_layers(hf)
+    if used and model_type in _NAME_WINDOWS:
         first = optional(hf, "max_window_layers", int, 28)
         if first < 0:
             raise ValueError(f"config field max_window_layers={first} must be at least 0")

@@ -19,6 +19,8 @@ LLAMA = SIZES | {"model_type": "llama"}
 MISTRAL = SIZES | {"model_type": "mistral", "sliding_window": None}
 QWEN2 = SIZES | {"model_type": "qwen2"}
 QWEN3 = SIZES | {"model_type": "qwen3", "head_dim": 16}
+QWEN3_MOE = SIZES | CASES["qwen3_moe"].fields | {"model_type": "qwen3_moe"}
+SMOLLM3 = SIZES | {"model_type": "smollm3"}
 GPT_OSS = SIZES | CASES["gpt_oss"].fields | {"model_type": "gpt_oss"}
 
 ROPES = {
@@ -110,6 +112,7 @@ def test_absent_fields_take_the_familys_defaults():
         QWEN2 | {"use_sliding_window": False, "sliding_window": 16, "max_window_layers": 1},
         QWEN2 | {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2},
         QWEN3 | {"layer_types": ["full_attention", "full_attention"], "sliding_window": None},
+        QWEN3_MOE | {"use_sliding_window": False, "sliding_window": 16, "max_window_layers": 1},
         LLAMA | {"sliding_window": 16},
         LLAMA | {"quantization_config": None, "partial_rotary_factor": 1.0, "pretraining_tp": 2},
     ],
@@ -130,6 +133,17 @@ def test_inactive_options_pass(fields):
         ),
         (
             QWEN3 | {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 16},
+            16,
+            (1,),
+        ),
+        (
+            QWEN3_MOE | {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
+            16,
+            (0, 1),
+        ),
+        (QWEN3_MOE | {"use_sliding_window": True, "sliding_window": 16}, 16, (0, 1)),
+        (
+            SMOLLM3 | {"use_sliding_window": True, "sliding_window": 16, "no_rope_layers": [1, 0]},
             16,
             (1,),
         ),

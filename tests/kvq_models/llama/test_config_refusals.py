@@ -16,6 +16,7 @@ MIXTRAL, QWEN3_MOE = (
     {"model_type": name} | CASES[name].fields for name in ("mixtral", "qwen3_moe")
 )
 QWEN2 = {"model_type": "qwen2"} | CASES["qwen2_window"].fields
+WINDOWS = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 8}
 ABSENT = object()  # the value of a field that is left out
 
 
@@ -48,6 +49,9 @@ UNSUPPORTED = [
     (GEMMA3_270M | {"hidden_activation": "gelu"}, "hidden_activation='gelu'"),
     (GEMMA3_270M | {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
     ({"layer_types": ["full_attention", "chunked_attention"]}, "contains chunked_attention"),
+    (WINDOWS, "sliding_attention, which model_type='llama' does not read; supported: full"),
+    (QWEN3_MOE | WINDOWS, "sliding_attention, which model_type='qwen3_moe' does not read"),
+    (QWEN2 | WINDOWS | {"use_sliding_window": False}, "and use_sliding_window=False"),
     ({"num_local_experts": 8}, "num_local_experts=8 is not supported; supported: 0 or none"),
     ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 is not supported"),
     ({"no_rope_layers": [1, 0]}, "no_rope_layers=[1, 0] is not supported"),
