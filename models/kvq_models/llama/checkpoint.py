@@ -113,10 +113,12 @@ def described(checkpoint: Checkpoint, dtype: DTypeLike = "bfloat16") -> Llama:
     shapes. Raises as `load_llama` does."""
     _check_layers(checkpoint)
     config = _untie_if_stored_apart(checkpoint)
-    if config.brings_kv_scales and isinstance(checkpoint, HfDirectory):
-        config = dataclasses.replace(config, kv_scales=checkpoint.kv_scales())
     abstract = abstract_llama(config, dtype)
     _check_tensors(hf_names.weights(abstract), checkpoint, tied=config.tie_word_embeddings)
+    if config.brings_kv_scales and isinstance(checkpoint, HfDirectory):
+        # after the check, as there is one for each of the heads that the configuration states
+        config = dataclasses.replace(config, kv_scales=checkpoint.kv_scales())
+        abstract = abstract_llama(config, dtype)
     return abstract
 
 

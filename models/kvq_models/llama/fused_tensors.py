@@ -17,12 +17,38 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Container, Iterator, Mapping
+from typing import NamedTuple
 
 import numpy as np
 
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.rope_config import rotary_dim
 from kvq_models.llama.stored_tensor import CheckpointError, StoredTensor
+
+
+class HeadOrder(NamedTuple):
+    """The order of the rows of a head of which `rotated` channels rotate: as stored, those are the
+    first, and here RoPE's pairs are half a head apart. Made when a head's rows are there: a
+    configuration may state any size."""
+
+    rotated: int
+    channels: int
+
+    def of(self, rows: np.ndarray) -> np.ndarray:
+        """Return rows of whole heads in the order of this model."""
+        return self._reordered(rows, self._order())
+
+    def undone(self, rows: np.ndarray) -> np.ndarray:
+        """Return such rows in the order in which they are stored."""
+        return self._reordered(rows, np.argsort(self._order()))
+
+    def _order(self) -> np.ndarray:
+        first, second = np.split(np.arange(self.rotated), 2)
+        still = np.split(np.arange(self.rotated, self.channels), 2)
+        return np.concatenate([first, still[0], second, still[1]])
+
+    def _reordered(self, rows: np.ndarray, order: np.ndarray) -> np.ndarray:
+        return rows.reshape(-1, self.channels, *rows.shape[1:])[:, order].reshape(rows.shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,17 +59,17 @@ class Slice:
     name: str
     axis: int
     part: slice
-    order: tuple[int, ...] | None = None
+    order: HeadOrder | None = None
 
     def of(self, tensor: np.ndarray) -> np.ndarray:
         """Return the part of the stored tensor."""
         part = tensor[(slice(None),) * (self.axis % tensor.ndim) + (self.part,)]
-        return part if self.order is None else part[np.asarray(self.order)]
+        return part if self.order is None else self.order.of(part)
 
     def put(self, tensor: np.ndarray, part: np.ndarray) -> None:
         """Write the part into the stored tensor."""
         if self.order is not None:
-            part = part[np.argsort(self.order)]
+            part = self.order.undone(part)
         tensor[(slice(None),) * (self.axis % tensor.ndim) + (self.part,)] = part
 
     def shape(self, stored: tuple[int, ...]) -> tuple[int, ...]:
@@ -72,10 +98,11 @@ def _of_layer(config: LlamaConfig, layer: str) -> Iterator[Slice]:
     width_kv = config.num_key_value_heads * config.head_dim
     inner = config.intermediate_size
     if config.model_type == "phi3":
-        at = 0
+        at, rotated = 0, rotary_dim(config.rope, config.head_dim)
+        partly = HeadOrder(rotated, config.head_dim) if rotated < config.head_dim else None
         for name, width in (("q", width_q), ("k", width_kv), ("v", width_kv)):
             stored, part = f"{attention}qkv_proj.weight", slice(at, at + width)
-            order = None if name == "v" else _order(config, width // config.head_dim)
+            order = None if name == "v" else partly
             yield Slice(stored, f"{attention}{name}_proj.weight", 0, part, order)
             at += width
         stored = f"{mlp}gate_up_proj.weight"
@@ -91,21 +118,6 @@ def _of_layer(config: LlamaConfig, layer: str) -> Iterator[Slice]:
             stored = f"{mlp}experts.gate_up_proj{end}"
             yield Slice(stored, f"{mlp}experts.gate_proj{end}", -1, slice(0, None, 2))
             yield Slice(stored, f"{mlp}experts.up_proj{end}", -1, slice(1, None, 2))
-
-
-def _order(config: LlamaConfig, heads: int) -> tuple[int, ...] | None:
-    """Return the order of the rows of a projection, or None if every channel rotates."""
-    rotated, channels = rotary_dim(config.rope, config.head_dim), config.head_dim
-    if rotated == channels:
-        return None
-    half, still = rotated // 2, (channels - rotated) // 2
-    order = [
-        *range(half),
-        *range(rotated, rotated + still),
-        *range(half, rotated),
-        *range(rotated + still, channels),
-    ]
-    return tuple(head * channels + channel for head in range(heads) for channel in order)
 
 
 def apart(

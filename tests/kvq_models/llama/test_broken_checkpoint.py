@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from kvq_models.llama.checkpoint import load_llama, read_config
+from kvq_models.llama.checkpoint import load_llama, read_config, save_llama
+from tests.kvq_models.checkpoints import random_llama, tiny_config
 from tests.kvq_models.llama.saved_checkpoint import change_config, change_tensors, refusal
 
 
@@ -182,6 +183,13 @@ def test_a_tensor_that_is_not_float_is_named(saved, dtype, named):
 def test_a_config_that_does_not_fit_its_tensors_is_refused(saved, changes, named):
     change_config(saved, **changes)
     assert named in refusal(saved)
+
+
+@pytest.mark.parametrize("size", ["num_attention_heads", "head_dim"])
+def test_a_size_that_no_tensor_has_is_refused_before_anything_grows_with_it(size, tmp_path):
+    save_llama(random_llama(tiny_config("phi3", partial_rotary_factor=0.75)), tmp_path)
+    change_config(tmp_path, **{size: 2**40, "num_key_value_heads": 4, "partial_rotary_factor": 0.5})
+    assert "has shape" in refusal(tmp_path)
 
 
 def test_an_unsupported_dtype_is_refused(saved):

@@ -112,7 +112,7 @@ def test_a_model_computes_what_its_source_does(
         "swapped_heads",
         lambda config, name: 4 * (".q_proj." in name and MODELS_OF_HALVES[config.model_type]),
     )
-    monkeypatch.setattr(fused_tensors, "_order", lambda *_: None)  # of Phi-3's slices
+    monkeypatch.setattr(fused_tensors.HeadOrder, "of", lambda _, rows: rows)  # Phi-3's slices
     opening._gguf_file.cache_clear()
     wrong = _logits(load_llama(path, dtype="float32")[0], TOKENS)
     assert row_errors(wrong, wanted).max() > 1e-3, "the other order of rows must be seen"

@@ -12,7 +12,7 @@ import pytest
 import kvq_jax as kvq
 from kvq_jax.attention import reference
 from kvq_models import load_llama, prefill, prepare
-from kvq_models.llama.checkpoint import save_llama
+from kvq_models.llama.checkpoint import CheckpointError, save_llama
 from kvq_models.llama.quantized.kv_scales import NAMES
 from tests.kvq_models.checkpoints import random_tokens
 from tests.kvq_models.llama.published_cases import publish
@@ -173,3 +173,12 @@ def test_generate_says_where_the_scales_come_from(
     assert "scales of keys and values from the checkpoint" in out + err
     _, out, err = run(*request, "--cache", SPEC + ",scale=head", *few)
     assert "from the checkpoint" not in out + err
+
+
+def test_scales_are_read_for_heads_that_the_files_have(
+    floats: pathlib.Path, tmp_path: pathlib.Path
+):
+    path = checkpoint(floats, tmp_path)
+    change_config(path, num_key_value_heads=2**40, num_attention_heads=2**40, head_dim=16)
+    with pytest.raises(CheckpointError, match="has shape"):
+        load_llama(path)
