@@ -134,6 +134,7 @@ QUANTIZATION = [
     (with_targets("re:*.proj"), "'re:*.proj' in targets, which is not a regular expr"),
     (packed_group() | {"ignore": ["re:a{9999999999}"]}, "in ignore, which is not a regular"),
     (packed_group() | {"ignore": [f"re:{'(' * 9999}"]}, "in ignore, which is not a regular"),
+    (packed_group() | {"ignore": ["re:(?!lm_head).*"]}, "that is read: groups that start with (?"),
     (["gptq"], "no quant_method"),
 ]
 UNSUPPORTED += [({"quantization_config": fields}, message) for fields, message in QUANTIZATION]

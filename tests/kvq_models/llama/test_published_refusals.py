@@ -1,14 +1,18 @@
 """Published checkpoints that would be read wrongly are refused in one line, with the tensor."""
 
 import pathlib
+import re
 from typing import Any
 
 import numpy as np
 import pytest
 
 from kvq_models.llama.checkpoint import load_llama
+from kvq_models.llama.quantized.quantization_config import quantization_of
 from tests.kvq_models.llama.published_cases import CASES, GPTQ, Q_PROJ, of_q_proj, publish
 from tests.kvq_models.llama.saved_checkpoint import change_config, change_tensors, refusal
+
+FP8 = {"quant_method": "fp8"}
 
 
 @pytest.mark.parametrize(
@@ -54,3 +58,25 @@ def test_missing_parts_and_modules_that_are_left_out_are_refused(
     change_config(tmp_path, quantization_config=CASES["gptq_act_order"][0])
     change_tensors(tmp_path, lambda tensors: tensors.pop(f"{Q_PROJ}.g_idx"))
     assert f"the files lack tensor '{Q_PROJ}.g_idx'" in refusal(tmp_path)
+
+
+MODULES = ("lm_head", "model.layers.18.mlp.gate", "model.layers.2.self_attn.q_proj", "visual.0.up")
+PATTERNS = (
+    *("lm_head", ".*lm_head", "re", "visual.*|lm_head$", "^model", "l$|.*gate$", "(?:a|lm)_?head"),
+    *(r".*\.\d\..*", r".*\.(?:1[0-9])\..*gate", "[^m].*", r".+\.(q|k|v)_proj", r"(\w+\.)+q_proj$"),
+)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_an_expression_names_the_modules_that_python_would_match(pattern: str):
+    stated = quantization_of({"quantization_config": FP8 | {"ignore": [f"re:{pattern}"]}})
+    assert stated is not None
+    for module in MODULES:
+        assert stated.ignores(module) == bool(re.match(pattern, module)), module
+
+
+def test_an_expression_takes_no_longer_than_the_name_is_long():
+    for pattern in (r"re:(\w+|\.)+,", "re:(.*)*,", f"re:{'.*' * 50},", f"re:{'(m|m)' * 50},"):
+        stated = quantization_of({"quantization_config": FP8 | {"ignore": [pattern]}})
+        assert stated is not None
+        assert not stated.ignores("m" * 1000)

@@ -8,7 +8,7 @@ looked at.
 from __future__ import annotations
 
 import dataclasses
-import re
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +18,7 @@ from kvq_models.llama.quantized.dense_and_sparse import METHOD as DENSE_AND_SPAR
 from kvq_models.llama.quantized.dense_and_sparse import DenseAndSparse
 from kvq_models.llama.quantized.gptq import Gptq
 from kvq_models.llama.quantized.mxfp4 import Mxfp4
+from kvq_models.llama.quantized.name_patterns import NamePattern
 from kvq_models.llama.quantized.nf4 import Nf4
 from kvq_models.llama.quantized.packed_int import PackedInt
 from kvq_models.llama.quantized.scaled_codes import PER_OUTPUT, PER_TENSOR, Block, ScaledCodes
@@ -208,18 +209,18 @@ def _left_out(fields: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _patterns(fields: Mapping[str, Any], name: str) -> tuple[str, ...]:
     """Return the modules that a field names, as `_names` takes them. Raise NotImplementedError for
-    a regular expression that is none."""
+    a regular expression that is not read."""
     patterns = _strings(fields, name)
     if name == "dynamic":  # whose keys are regular expressions
         patterns = tuple(f"re:{key.removeprefix('-:')}" for key in patterns)
     for pattern in patterns:
         if pattern.startswith("re:"):
             try:
-                re.compile(pattern[3:])
-            except (re.error, OverflowError, RecursionError) as error:
+                _compiled(pattern[3:])
+            except ValueError as error:
                 raise NotImplementedError(
                     f"config field quantization_config has {pattern!r:.60} in {name}, which is not"
-                    f" a regular expression: {error}"
+                    f" a regular expression that is read: {error}"
                 ) from error
     return patterns
 
@@ -237,11 +238,14 @@ def _names(patterns: tuple[str, ...], module: str) -> bool:
     """Return True if a pattern names a module: a regular expression after "re:", or whole parts of
     its name (gate is mlp.gate, and not mlp.gate_proj)."""
     return any(
-        re.match(pattern[3:], module)
+        _compiled(pattern[3:]).matches(module)
         if pattern.startswith("re:")
         else f".{pattern}." in f".{module}."
         for pattern in patterns
     )
+
+
+_compiled = functools.lru_cache(maxsize=1024)(NamePattern)
 
 
 def _one_of(fields: Mapping[str, Any], name: str, allowed: tuple[Any, ...]) -> Any:
