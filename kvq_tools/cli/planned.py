@@ -72,11 +72,13 @@ def _plan(text: str, options: argparse.Namespace) -> StoredPlan:
     if name != AUTO or options.model is None:  # a command without its model refuses that itself
         return StoredPlan(spec, None)
     with input_errors():
-        return _automatic_plan(text, spec, options.model)
+        tokens = getattr(options, "capacity", None) or getattr(options, "context", None)
+        return _automatic_plan(text, spec, options.model, tokens)
 
 
-def _automatic_plan(text: str, asked: CacheSpec, model: str) -> StoredPlan:
-    """Return the cache whose widths the model's calibration gives.
+def _automatic_plan(text: str, asked: CacheSpec, model: str, tokens: int | None) -> StoredPlan:
+    """Return the cache whose widths the model's calibration gives in sequences of this many tokens,
+    by default the model's positions.
 
     Raises UserError or ValueError, in one line, if there is no calibration for the model, or if
     widths are asked for.
@@ -93,5 +95,5 @@ def _automatic_plan(text: str, asked: CacheSpec, model: str) -> StoredPlan:
         raise UserError(f"--cache {text}: no plan of {model!r} was made yet; `{command}` keeps one")
     calibration = check_calibration(asked, config, str(file))
     assert calibration is not None, f"{METHOD} needs a calibration"
-    spec = unmeasured.planned(asked, calibration, config, config.positions)
+    spec = unmeasured.planned(asked, calibration, config, tokens or config.positions)
     return StoredPlan(spec, str(file))

@@ -1,6 +1,7 @@
 """Gemma 3 as its GGUF file has it, with random weights: a windowed layer below a global one, and
 SentencePiece's tokens. It is evaluated, planned for and served."""
 
+import argparse
 import pathlib
 
 import numpy as np
@@ -10,6 +11,7 @@ import kvq_jax as kvq
 from kvq_models import load_llama
 from kvq_models.inference.engine.engine import Engine
 from kvq_models.llama.open_checkpoint import read_config
+from kvq_tools.cli import planned
 from kvq_tools.cli.commands import plan
 from tests.kvq_models.checkpoints import random_llama, tiny_config
 from tests.kvq_models.gguf_files import write_gguf
@@ -70,7 +72,8 @@ def test_a_plan_gives_windowed_layers_bits_of_their_own(
     gemma: pathlib.Path, run_json, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(plan, "LENGTH", 64)
-    size = ("--window", 284, "--windows", 1, "--context", 640, "--work", tmp_path)
+    monkeypatch.setenv("KVQ_CACHE", str(tmp_path))
+    size = ("--window", 284, "--windows", 1, "--context", 640)
     text = gemma.parent / "text"
     found = run_json("plan", gemma, "--fast", "--text", text, "--budget", "2.5bits", *size)
     (cache,) = (cache for cache in found["caches"] if cache["bits"] == 2.5)
@@ -78,6 +81,15 @@ def test_a_plan_gives_windowed_layers_bits_of_their_own(
     bits = [sum(sum(spec.k.widths(side, i, config)) for side in "kv") for i in range(6)]
     assert min(bits[:5]) > bits[5], "the layer without a window keeps more tokens"
     assert cache["body_bits_per_element"] <= 2.5
+
+    def automatic(**tokens: int) -> str:
+        command = dict(command="generate", model=str(gemma), cache="auto:bits=2.5")
+        planned.resolve(options := argparse.Namespace(**command, **tokens))
+        return str(options.cache.spec)
+
+    fewer = run_json("plan", gemma, "--budget", "2.5bits", "--context", 320)["chosen"]
+    assert automatic(capacity=320) == automatic(context=320) == fewer != found["chosen"]
+    assert automatic() == automatic(capacity=None) == found["chosen"], "the model's positions"
 
 
 def test_a_file_is_served(gemma: pathlib.Path):
