@@ -43,6 +43,7 @@ from kvq_models.calibration.store import Store
 from kvq_models.inference.method_parameters import prepare
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import HiddenBTD, Llama
+from kvq_tools.evaluation.intervals import NONE, Estimate, Interval, paired_ratio
 from kvq_tools.evaluation.journal import Journal
 from kvq_tools.evaluation.results import finite
 from kvq_tools.evaluation.run import measure_rows
@@ -89,22 +90,42 @@ class Checked(NamedTuple):
     """A cache measured as a whole.
 
     Args:
-        kl: in nats per token on the text and on the other text, inf if the model's predictions
-            through the cache are not finite.
+        windows: KL of each window of the text and of the other text in nats per token, inf if the
+            model's predictions through the cache are not finite.
         predicted: what the sum of the sides predicts for each text (None for other caches).
         share: of the tokens of a prompt, those that this cache keeps exact and others do not.
     """
 
     spec: CacheSpec
-    kl: tuple[float, float]
+    windows: tuple[Sequence[float], Sequence[float]]
     predicted: tuple[float, float] | None
     share: float
+
+    @property
+    def kl(self) -> tuple[float, float]:
+        """Return the mean KL on the text and on the other text."""
+        text, other = (sum(windows) / len(windows) for windows in self.windows)
+        return text, other
 
     @property
     def compared(self) -> float:
         """Return the number by which caches are chosen: the geometric mean of KL over the texts
         times 1 + SHARE_BIAS * share, because in a longer context that share is smaller."""
-        return math.sqrt(math.prod(self.kl)) * (1 + SHARE_BIAS * self.share)
+        return math.sqrt(math.prod(self.kl)) * self._bias
+
+    @property
+    def _bias(self) -> float:
+        return 1 + SHARE_BIAS * self.share
+
+    def over(self, other: Checked) -> Estimate:
+        """Return the mean ratio to another cache over the windows of both texts, as they are
+        compared, and its paired interval. nan if there is none."""
+        ours, others = ([*one.windows[0], *one.windows[1]] for one in (self, other))
+        if not math.isfinite(sum(ours) + sum(others)):
+            return Estimate(math.nan, NONE)
+        value, (low, high) = paired_ratio(ours, others)
+        scale = self._bias / other._bias
+        return Estimate(scale * value, Interval(scale * low, scale * high))
 
 
 class PlannedCache(NamedTuple):
@@ -263,7 +284,9 @@ class Planner:
         caches."""
         equal = self._equal(bits)
         self._read((equal, text, kind) for text in TEXTS for kind in SCALING)
-        kl = np.array([[self._kl(equal, text, kind) for kind in SCALING] for text in TEXTS])
+        kl = np.array(
+            [[np.mean(self._windows(equal, text, kind)) for kind in SCALING] for text in TEXTS]
+        )
         if not np.isfinite(kl).all():
             return Predictions(costs, (1.0, 1.0))
         of_sides, of_more = np.maximum(kl, MIN_COST).T
@@ -308,9 +331,9 @@ class Planner:
         self._read((spec, text, "check") for spec in specs for text in TEXTS)
         checked = list[Checked]()
         for spec in specs:
-            kl = tuple(self._kl(spec, text, "check") for text in TEXTS)
+            text, other = (self._windows(spec, text, "check") for text in TEXTS)
             share = max(0, spec.recent - equal.recent) / (self.request.checked - SCORED)
-            checked.append(Checked(spec, cast("tuple[float, float]", kl), ours.get(spec), share))
+            checked.append(Checked(spec, (text, other), ours.get(spec), share))
         return sorted(checked, key=lambda one: one.compared)
 
     def _equal(self, bits: float) -> CacheSpec:
@@ -321,7 +344,8 @@ class Planner:
         on the same windows are measured together, because they share the exact prompts."""
         missing: dict[tuple[int, Kind], list[CacheSpec]] = {}
         for spec, text, kind in work:
-            if self._key(spec, text, kind) not in self.journal.rows:
+            # rows of earlier versions have the mean alone
+            if "windows" not in self.journal.rows.get(self._key(spec, text, kind), {}):
                 missing.setdefault((text, kind), []).append(spec)
         for (text, kind), specs in missing.items():
             rows = self.request.rows(text, kind)
@@ -336,15 +360,15 @@ class Planner:
                 kept=self.exact.setdefault((text, kind), {}),
             )
             for spec, quality in zip(specs, qualities, strict=True):
-                kl = finite(float(quality.kl.mean()))
-                self.journal.add(self._key(spec, text, kind), {"kl": kl})
+                windows = [finite(kl) for kl in quality.kl.tolist()]
+                self.journal.add(self._key(spec, text, kind), {"windows": windows})
 
     def _model(self, spec: CacheSpec) -> Llama:
         return self.prepared if isinstance(spec.k, Waterfill) else prepare(self.llama, spec)
 
-    def _kl(self, spec: CacheSpec, text: int, kind: Kind) -> float:
-        kl = self.journal.rows[self._key(spec, text, kind)]["kl"]
-        return math.inf if kl is None else kl
+    def _windows(self, spec: CacheSpec, text: int, kind: Kind) -> list[float]:
+        windows = self.journal.rows[self._key(spec, text, kind)]["windows"]
+        return [math.inf if kl is None else kl for kl in windows]
 
     def _key(self, spec: CacheSpec, text: int, kind: Kind) -> str:
         longer = self.request.checked if kind == "check" else self.request.window

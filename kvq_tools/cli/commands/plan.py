@@ -25,10 +25,16 @@ from kvq_models.calibration.file import (
 from kvq_models.calibration.fingerprint import load_calibration
 from kvq_models.llama.checkpoint import load_llama
 from kvq_models.llama.config import LlamaConfig
-from kvq_tools.cli import cache_sizes, inputs, interruption, plan_budget, plan_table, text_input
+from kvq_tools.cli import (
+    inputs,
+    interruption,
+    plan_budget,
+    plan_rows,
+    plan_table,
+    text_input,
+)
 from kvq_tools.cli.console import UserError, bar, input_errors, loading, print_json
 from kvq_tools.cli.options.plan import Bits, Budget, Bytes
-from kvq_tools.evaluation.results import finite
 from kvq_tools.planning import figure, kept, unmeasured
 from kvq_tools.planning.code_text import code_text
 from kvq_tools.planning.defaults import (
@@ -43,7 +49,7 @@ from kvq_tools.planning.defaults import (
     WINDOW,
     Bases,
 )
-from kvq_tools.planning.measuring import FACTOR, Checked, Planner, calibrated
+from kvq_tools.planning.measuring import Checked, Planner, calibrated
 from kvq_tools.planning.request import TEXTS, PlanRequest
 from kvq_tools.planning.sensitivity import Sensitivity
 
@@ -242,42 +248,29 @@ def _measured(
             }
         checked += [(one, planner) for one in best]
         caches += [
-            described(str(one.spec), shown, *size) | kl_on_texts(one.predicted, None)
+            plan_rows.described(str(one.spec), shown, *size) | plan_rows.predicted(one.predicted)
             for shown, one in others.items()
-        ]
-        caches += [
-            described(str(one.spec), level, *size) | kl_on_texts(one.predicted, one.kl)
-            for one in best
         ]
     chosen, planner = min(checked, key=lambda one: one[0].compared)
     if chosen.compared == math.inf:
         raise UserError("the model's predictions are finite through no cache of this budget")
+    caches += [
+        plan_rows.described(str(one.spec), bits[of.bases], *size) | plan_rows.measured(one, chosen)
+        for one, of in checked
+    ]
     return {
         "text": options.text,
         "other_text": options.other_text or CODE,
         "calibration": planner.file,
         "chosen": str(chosen.spec),
         "caches": sorted(caches, key=lambda cache: (cache["bits"], cache["measured_kl"] or 0)),
-        "prediction": prediction([one for one, _ in checked]),
+        "prediction": plan_rows.prediction([one for one, _ in checked]),
         "sides": [
             side | {"key_basis": planner.bases.keys, "value_basis": planner.bases.values}
             for planner in planners
             for side in planner.sides
         ],
     }
-
-
-def prediction(checked: list[Checked]) -> dict[str, Any]:
-    """Return the largest factor between a prediction and its measurement, and whether predictions
-    are only good for ranking."""
-    factors = [
-        max(kl / predicted, predicted / kl)
-        for one in checked
-        for kl, predicted in zip(one.kl, one.predicted or (0.0, 0.0), strict=True)
-        if predicted and 0 < kl < math.inf
-    ]
-    largest = max(factors, default=1.0)
-    return {"factor": largest, "ranks_only": largest > FACTOR}
 
 
 def _planners(
@@ -353,33 +346,6 @@ def _other_text(options: argparse.Namespace) -> str:
     return text
 
 
-def described(
-    name: str, bits: float, config: LlamaConfig, batch: int, context: int, dtype: str
-) -> dict[str, Any]:
-    """Return the facts about a cache that follow from its layout."""
-    return {
-        "name": name,
-        "bits": bits,
-        "body_bits_per_element": kvq.size.body_bits_per_element(name, config, context),
-        "bytes": kvq.size.nbytes(kvq.cache.layout(name, config, batch, context, dtype)),
-        "resident_by_batch": cache_sizes.by_batch(name, config, context, dtype, batch),
-    }
-
-
-def kl_on_texts(
-    predicted: tuple[float, float] | None, measured: tuple[float, float] | None
-) -> dict[str, float | None]:
-    """Return KL on the text and on the other one, as JSON has it."""
-    predicted_kl, predicted_other = predicted or (None, None)
-    measured_kl, measured_other = map(finite, measured) if measured else (None, None)
-    return {
-        "predicted_kl": predicted_kl,
-        "measured_kl": measured_kl,
-        "predicted_kl_on_other_text": predicted_other,
-        "measured_kl_on_other_text": measured_other,
-    }
-
-
 def _predicted(
     bits: float,
     bases: Bases,
@@ -391,6 +357,5 @@ def _predicted(
     """Return the facts about waterfill at a width, as its calibration distributes them."""
     asked = kvq.parse(bases.spec(bits))
     spec = unmeasured.planned(asked, calibration, config, context)
-    facts = described(str(spec), bits, config, options.batch, context, options.dtype)
-    predicted = predicted_divergence(spec, calibration)
-    return facts | kl_on_texts(None, None) | {"predicted_kl": predicted}
+    facts = plan_rows.described(str(spec), bits, config, options.batch, context, options.dtype)
+    return facts | plan_rows.predicted((predicted_divergence(spec, calibration), None))

@@ -50,9 +50,14 @@ With --text, it measures. waterfill is calibrated on the first half of the text
 itself, at {_WIDTHS} bits, on windows of the second half and of --other-text.
 This gives the widths of all layers. The best caches of the budget, also of
 other methods and with more exact tokens for fewer bits, are then read as a
-whole on further windows of both texts, and the one with the least KL wins.
-Every number is saved at once: after Ctrl-C the same command continues, and
-another budget for the same model and texts measures only its last step.
+whole on further windows of both texts, and the one with the least compared KL
+wins: the geometric mean over both texts, (1 + 2s) times if a cache keeps a
+share s more of the windows exact, because that share is smaller in a longer
+context. Its ratio to the winner's has an interval, which says whether these
+windows tell the two apart. They chose the winner, so its KL elsewhere is rather
+higher: kvq eval --protocol measures it. Every number is saved at once: after
+Ctrl-C the same command continues, and another budget for the same model and
+texts measures only its last step.
 
 With --fast or without a text, nothing is measured: widths come from the
 energies of waterfill's calibration, which also predicts the KL, to second

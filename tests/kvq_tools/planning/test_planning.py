@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import json
 import math
+import shlex
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ import kvq_jax as kvq
 from kvq_models import EMBEDDED, load_llama, prepare, save_calibration
 from kvq_models.calibration.fit import calibrate
 from kvq_models.llama import open_checkpoint
-from kvq_tools.cli import plan_budget
+from kvq_tools.cli import plan_budget, plan_rows, plan_table
 from kvq_tools.cli.commands import plan
 from kvq_tools.cli.options.plan import Bits, Budget, Bytes
 from kvq_tools.evaluation import measure_rows
@@ -221,7 +222,7 @@ def test_auto_and_a_plans_file_are_the_cache_that_the_fast_plan_names(
 
 
 def test_a_measured_plan_goes_on_from_what_was_measured_and_takes_the_cache_of_the_least_kl(
-    shallow, cache_folder, run_json, tmp_path, monkeypatch
+    shallow, cache_folder, run, run_json, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(measuring, "MEASURED", (2.0,))
     monkeypatch.setattr(measuring, "RIVALS", ("turboquant:bits=1", "kivi:bits=2"))
@@ -251,6 +252,16 @@ def test_a_measured_plan_goes_on_from_what_was_measured_and_takes_the_cache_of_t
         for name, cache in checked.items()
     }
     assert found["chosen"] == min(both, key=lambda name: both[name])
+    for name, cache in caches.items():
+        if name not in checked:
+            assert cache["compared_kl"] is cache["over_chosen"] is None
+            continue
+        assert cache["compared_kl"] == pytest.approx(math.sqrt(both[name])), "none has more exact"
+        low, high = cache["over_chosen_interval"]
+        if name == found["chosen"]:
+            assert (cache["over_chosen"], low, high) == (1.0, None, None)
+        else:
+            assert low < cache["over_chosen"] < high
     assert found["other_text"] == CODE
     assert "turboquant:bits=1,sink=32,recent=96" in checked
     assert not any("kivi" in name for name in checked), "it has more bits than the budget"
@@ -269,6 +280,8 @@ def test_a_measured_plan_goes_on_from_what_was_measured_and_takes_the_cache_of_t
     )
     anew = dict.fromkeys(("seconds", "out", "picture"))
     assert run_json(command) | anew == found | anew
+    (code, out, _), words = run(*shlex.split(command)), "compared KL is the geometric mean over"
+    assert (code, words in " ".join(out.split())) == (0, True)
 
 
 def test_ratios_shrink_towards_the_mean_over_layers_before_a_budget_is_shared_out():
@@ -327,9 +340,36 @@ def test_checks_have_as_much_text_before_them_as_no_other_window_has(monkeypatch
 
 def test_a_cache_with_more_of_the_prompt_exact_must_have_less_kl_than_others():
     usual, wider, too_little = (
-        measuring.Checked(kvq.parse(f"kivi:recent={recent}"), (kl, 4 * kl), None, share)
+        measuring.Checked(kvq.parse(f"kivi:recent={recent}"), ((kl,), (4 * kl,)), None, share)
         for recent, kl, share in ((96, 1.0, 0.0), (608, 0.6, 0.25), (608, 0.7, 0.25))
     )
     assert usual.compared == pytest.approx(2.0), "without a larger share it is the KL"
     assert wider.compared == pytest.approx(1.8)
     assert wider.compared < usual.compared < too_little.compared
+
+
+def test_caches_are_told_apart_by_the_ratios_of_their_windows_as_they_are_compared():
+    spec = kvq.parse("kivi")
+    hard, easy = (8.0, 1.0), (0.5, 0.1)  # what makes a window hard for both cancels
+    chosen = measuring.Checked(spec, (hard, easy), None, 0.0)
+    close, far = (
+        measuring.Checked(spec, tuple(zip(*pairs, strict=True)), None, 0.25)
+        for pairs in (
+            [(8.0 * 1.2, 0.5 * 0.5), (1.0 * 0.6, 0.1 * 1.1)],
+            [(8.0 * 1.9, 0.5 * 2.1), (1.0 * 2.0, 0.1 * 2.0)],
+        )
+    )
+    value, (low, high) = far.over(chosen)
+    assert value == pytest.approx(1.5 * (1.9 * 2.1 * 2 * 2) ** 0.25), (
+        "with a share of 1/4, 1.5 times"
+    )
+    assert 1 < low < value < high < 4
+    low, high = close.over(chosen).interval
+    assert low < 1 < high
+    infinite = measuring.Checked(spec, ((math.inf, 1.0), easy), None, 0.0)
+    assert math.isnan(infinite.over(chosen).value)
+    rows = [plan_rows.measured(one, chosen) for one in (chosen, close, far, infinite)]
+    names = ["kivi", "innerq", "int4", "squat"]
+    caches = [row | {"name": name} for row, name in zip(rows, names, strict=True)]
+    told = plan_table.comparison({"chosen": "kivi", "caches": caches})
+    assert "not told apart from innerq (95 %" in told
