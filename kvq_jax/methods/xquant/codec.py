@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvq_jax.arrays.stored import BodySpec
+from kvq_jax.arrays.uniform import finite_rows
 from kvq_jax.codecs.codec import Codec, MissingInputError, Side, TokensAt
 from kvq_jax.codecs.dots import dot_rows
 from kvq_jax.codecs.facts import CrossLayer, Facts
@@ -48,7 +49,7 @@ Reading = Literal["post_norm", "unit_norm", "residual_stream"]
 @dataclasses.dataclass(frozen=True)
 class OutlierChannel(Codec):
     """The codec `coded`, except that the first channel of each row is kept beside the codes,
-    unquantized, as `dtype`.
+    unquantized, as `dtype`. Entries that are not finite count as in `finite_rows`.
 
     Source: Tomar et al., XQuant, Appendix B.
     """
@@ -70,7 +71,8 @@ class OutlierChannel(Codec):
 
     def quantize(self, params: Tree, stats: Tree, rows: CachedRows, at: TokensAt) -> Tree:
         rest = self.coded.quantize(params, stats, rows.at[..., 0].set(0), at)
-        return rest, rows[..., :1].astype(jnp.dtype(self.dtype))
+        finite = finite_rows(rows, float(jnp.finfo(self.dtype).max))
+        return rest, finite[..., :1].astype(jnp.dtype(self.dtype))
 
     def dequantize(self, params: Tree, stats: Tree, body: Tree) -> CachedRows:
         coded, exact = body

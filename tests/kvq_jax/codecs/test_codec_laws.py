@@ -20,7 +20,7 @@ from tests.kvq_jax.layer_runs import DIMS, empty, parameters_of, sequences, with
 from tests.methods_table import MethodCase, cases
 
 TOKENS, STEPS = 60, 4
-TOKEN, CHANNEL = 5, 3  # of the entry that is made degenerate
+TOKEN, CHANNELS = 5, np.array([0, 3, -1])  # of the entries that are made degenerate
 
 
 class Identity(Wrapper):
@@ -138,7 +138,7 @@ def test_degenerate_entries_decode_to_finite_rows_and_stay_in_their_token(case: 
         clean = np.asarray(decoded(plan, codec, params, inputs, rows), np.float32)
         usual = error(clean[0, :, mates], exact[0, :, mates])
         for entry in (np.inf, -np.inf, np.nan, 3e38, -3e38):
-            spoiled = rows.at[0, 0, TOKEN, CHANNEL].set(entry)
+            spoiled = rows.at[0, 0, TOKEN, CHANNELS].set(entry)
             read = np.asarray(decoded(plan, codec, params, inputs, spoiled), np.float32)
             assert np.isfinite(read).all(), f"{entry} decodes to something that is not finite"
             np.testing.assert_array_equal(read[:, :, others], clean[:, :, others])
