@@ -227,7 +227,7 @@ class LlamaConfig:
             "attention_bias": self.qkv_bias,
             "mlp_bias": self.mlp_bias,
             "rope_theta": self.rope.theta,
-            "rope_scaling": rope_to_hf(self.rope),
+            "rope_scaling": rope_to_hf(self.rope, families.FAMILIES[self.model_type]),
             **self._window_to_hf(),
             **self._family_to_hf(),
             **experts_to_hf(self.experts, self.model_type),
@@ -321,7 +321,8 @@ def _factors(hf: Mapping[str, Any], family: families.Family) -> dict[str, Any]:
     if "query_pre_attn_scalar" in family.fields:
         scalar = optional(hf, "query_pre_attn_scalar", float, 256.0)
         check_positive("query_pre_attn_scalar", scalar)
-        plain = scalar == optional(hf, "head_dim", int, family.head_dim)
+        width, heads = (required(hf, n, int) for n in ("hidden_size", "num_attention_heads"))
+        plain = scalar == _head_dim(hf, family, width, heads)
         caps = (50.0, 30.0) if hf["model_type"] == "gemma2" else (None, None)
         names = ("attn_logit_softcapping", "final_logit_softcapping")
         attention, logits = (

@@ -41,6 +41,7 @@ class Family(NamedTuple):
     sliding_window: int | None = None  # the default
     full_layer_step: int | None = None  # the default without layer_types; None: no windows
     rope_theta: float = 1e4  # the default
+    rope_scaling: Mapping[str, Any] = {}  # the default
     local_rope_theta: float | None = None  # None: windowed layers have the model's RoPE
     mlp_width: str = "intermediate_size"  # config.json's field of the MLP's width
     fields: tuple[str, ...] = ()  # fields of config.json that other families must not have
@@ -68,6 +69,12 @@ _GEMMA2 = Family(
     full_layer_step=2,
     fields=_GEMMA,
 )
+_GPT_OSS_YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "original_max_position_embeddings": 4096,
+    "truncate": False,
+}
 FAMILIES = {
     "llama": Family("LlamaForCausalLM"),
     "mistral": Family("MistralForCausalLM", False, False, False, sliding_window=4096),
@@ -115,6 +122,7 @@ FAMILIES = {
         sliding_window=128,
         full_layer_step=2,
         rope_theta=1.5e5,
+        rope_scaling=_GPT_OSS_YARN,
         fields=COUNTS,
     ),
 }

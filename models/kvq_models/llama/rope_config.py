@@ -141,10 +141,7 @@ def rope_from_hf(hf: Mapping[str, Any], family: Family) -> tuple[RopeConfig, Rop
     Reads `rope_parameters`, of the model or of each kind of layer, or `rope_theta` with an optional
     `rope_scaling` whose type key is `rope_type` or `type`.
     """
-    section = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
-    fields = hf.get(section) or {}
-    if not isinstance(fields, Mapping):
-        raise ValueError(f"config field {section}={fields!r} must be an object")
+    section, fields = _section(hf, family)
     local = family.local_rope_theta
     kinds = [fields.get(kind) for kind in _KINDS]
     if local is None or not any(isinstance(kind, Mapping) for kind in kinds):
@@ -163,6 +160,25 @@ def rope_from_hf(hf: Mapping[str, Any], family: Family) -> tuple[RopeConfig, Rop
         _rope(hf, full, family.rope_theta, f"{section}.{_KINDS[0]}"),
         _rope({**hf, "rope_theta": None}, windowed, local, f"{section}.{_KINDS[1]}"),
     )
+
+
+def _section(hf: Mapping[str, Any], family: Family) -> tuple[str, Mapping[str, Any]]:
+    """Return the object that states the RoPE, with its name. Raise ValueError for one that is no
+    object, and for two of which one would be ignored."""
+    names = ("rope_scaling", "rope_parameters")
+    stated = {name: hf[name] for name in names if hf.get(name) is not None}
+    for name, value in stated.items():
+        if not isinstance(value, Mapping):
+            raise ValueError(f"config field {name}={str(value)[:40]!r} must be an object")
+    full = {name: value for name, value in stated.items() if value}
+    if len(full) == 2 and full["rope_scaling"] != full["rope_parameters"]:
+        raise ValueError(
+            "config fields rope_scaling and rope_parameters differ: state one of them, with the"
+            " rope_theta of rope_parameters in it"
+        )
+    if not stated:
+        return "rope_scaling", family.rope_scaling
+    return next(iter(full.items()), next(iter(stated.items())))
 
 
 def _rope(
@@ -245,10 +261,10 @@ def _yarn_fields(hf: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, 
     }
 
 
-def rope_to_hf(rope: RopeConfig) -> dict[str, Any] | None:
+def rope_to_hf(rope: RopeConfig, family: Family) -> dict[str, Any] | None:
     """Return the `rope_scaling` object with only the fields of its type, because readers warn about
-    others."""
-    if rope.rope_type == "default":
+    others, or None if a family's files without one mean the same."""
+    if rope.rope_type == "default" and not family.rope_scaling:
         return None
     fields = {name: getattr(rope, name) for name in _ROPE_FIELDS[rope.rope_type]}
     return {"rope_type": rope.rope_type} | {

@@ -58,6 +58,12 @@ UNSUPPORTED = [
     ({"embedding_multiplier": 12}, "embedding_multiplier=12 is not supported"),
 ]
 MALFORMED = [
+    (
+        with_rope(**YARN) | {"rope_parameters": {"rope_theta": 1e6}},
+        "rope_scaling and rope_parameters differ: state one",
+    ),
+    ({"rope_scaling": []}, "rope_scaling='[]' must be an object"),
+    ({"rope_parameters": 0}, "rope_parameters='0' must be an object"),
     ({"model_type": ABSENT}, "model_type is missing"),
     (
         {"model_type": "mistral", "sliding_window": None, "num_key_value_heads": ABSENT},

@@ -134,6 +134,9 @@ def test_gpt_oss_has_sinks_in_all_layers_and_a_window_in_every_other():
     assert config.experts is not None
     assert (config.experts.swiglu_limit, config.experts.swiglu_alpha) == (7.0, 1.702)
     assert not config.rope.truncate
+    plain = LlamaConfig.from_hf(GPT_OSS_20B | {"rope_scaling": {"rope_type": "default"}})
+    assert plain.rope.rope_type == "default"
+    assert LlamaConfig.from_hf(plain.to_hf()) == plain
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -146,5 +149,12 @@ def test_a_rope_and_a_tie_that_are_not_stated_are_those_of_transformers(model_ty
     rope = theirs.rope_parameters
     if config.local_rope is not None:
         assert config.local_rope.theta == rope["sliding_attention"]["rope_theta"]
-    assert config.rope.theta == rope.get("full_attention", rope)["rope_theta"]
+    full = rope.get("full_attention", rope)
+    assert config.rope.theta == full["rope_theta"]
+    assert config.rope.rope_type == full["rope_type"]
+    assert (config.rope.factor, config.rope.truncate) == (
+        full.get("factor", 1.0),
+        full.get("truncate", True),
+    )
+    assert LlamaConfig.from_hf(config.to_hf()) == config
     assert config.tie_word_embeddings == theirs.tie_word_embeddings
