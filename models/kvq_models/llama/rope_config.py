@@ -200,6 +200,11 @@ def _rope(
     rope_type = fields.get("rope_type", fields.get("type", "default"))
     if hf["model_type"] == "phi3" and rope_type in ("su", "yarn"):  # as older files name it
         rope_type = "longrope"
+    if rope_type == "default" and (factor := optional(fields, "factor", float, 1.0)) != 1:
+        raise NotImplementedError(
+            f"config field {section}.factor={factor} is of no rope_type; supported:"
+            f" {', '.join(ROPE_TYPES)} with its rope_type"
+        )
     rope: dict[str, Any] = {
         "rope_type": rope_type,
         "theta": optional(fields, "rope_theta", float, optional(hf, "rope_theta", float, theta)),

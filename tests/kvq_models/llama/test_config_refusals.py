@@ -55,6 +55,11 @@ UNSUPPORTED = [
     ({"num_local_experts": 8}, "num_local_experts=8 is not supported; supported: 0 or none"),
     ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 is not supported"),
     ({"no_rope_layers": [1, 0]}, "no_rope_layers=[1, 0] is not supported"),
+    ({"lm_head_multiplier": 0.04}, "lm_head_multiplier=0.04 is not supported; supported: 1 or"),
+    ({"norm_type": "layernorm"}, "norm_type=layernorm is not supported; supported: rmsnorm"),
+    (QWEN2 | {"dual_chunk_attention_config": {"chunk_size": 8}}, "dual_chunk_attention_config"),
+    (with_rope(factor=8.0), "rope_scaling.factor=8.0 is of no rope_type"),
+    ({"rope_parameters": {"rope_type": "default", "factor": 2}}, "rope_parameters.factor=2.0 is"),
     ({"embedding_multiplier": 12}, "embedding_multiplier=12 is not supported"),
 ]
 MALFORMED = [
@@ -173,5 +178,7 @@ def test_a_refusal_is_one_line_that_names_the_field(
 
 
 def test_fields_that_say_nothing_are_read():
+    neutral = {"key_multiplier": 1.0, "norm_type": "rmsnorm", "mlp_multipliers": [1.0, 1.0]}
+    assert LlamaConfig.from_hf(LLAMA | neutral) == LlamaConfig.from_hf(LLAMA)
     neutral = {"num_local_experts": 0, "embedding_multiplier": 1.0, "use_qk_norm": False}
     assert LlamaConfig.from_hf(LLAMA | neutral) == LlamaConfig.from_hf(LLAMA)
