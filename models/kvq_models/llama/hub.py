@@ -14,7 +14,7 @@ from kvq_models.llama.quantized.quantization_config import OWN_FILES
 from kvq_models.llama.stored_tensor import CheckpointError, first_line
 from kvq_models.named_models.names import NAMES
 
-WEIGHT_FILES = ("*.safetensors", INDEX_FILE, *OWN_FILES)
+WEIGHT_FILES = ("*.safetensors", INDEX_FILE)
 
 # parts of a Hub checkpoint: its configuration, also its tokenizer, or also its weights
 Part = Literal["config", "tokenizer", "all"]
@@ -38,7 +38,8 @@ def local_directory(path_or_hub_id: str | os.PathLike[str], part: Part) -> Path:
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     tokenizer = () if part == "config" else TOKENIZER_FILES + TOKENIZER_EXTRAS
-    patterns = CONFIG_FILES + tokenizer + (WEIGHT_FILES if part == "all" else ())
+    # without its own file, a quantized checkpoint would look like one in floats
+    patterns = (*CONFIG_FILES, *OWN_FILES) + tokenizer + (WEIGHT_FILES if part == "all" else ())
     try:
         # Originals in another layout would double the download.
         ignored = ["consolidated*", "original/*"]

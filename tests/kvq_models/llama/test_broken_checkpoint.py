@@ -60,7 +60,8 @@ def test_only_safe_files_are_downloaded(saved, monkeypatch):
     read_config("some/model")
     assert download.call_args.args == ("some/model",)
     allowed = download.call_args.kwargs["allow_patterns"]
-    assert set(allowed) == {"config.json", "generation_config.json"}
+    of_quantization = {"quantize_config.json", "quant_config.json", "hf_quant_config.json"}
+    assert set(allowed) == {"config.json", "generation_config.json", *of_quantization}
     load_llama("some/model")
     allowed = download.call_args.kwargs["allow_patterns"]
     assert "*.safetensors" in allowed
