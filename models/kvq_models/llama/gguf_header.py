@@ -29,6 +29,7 @@ from kvq_models.llama.stored_tensor import CheckpointError, lfs_pointer
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 _MAX_DIMENSIONS = 4
+_MAX_ALIGNMENT = 2**20
 _STRING, _ARRAY = 8, 9
 _SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 _LENGTH = struct.Struct("<Q")  # length of a text, before its bytes
@@ -121,10 +122,11 @@ class GgufHeader:
             at += 4 + struct.calcsize(f"<{rank}QIQ")
             headers.append((name, tuple(dimensions[::-1]), kind, offset))
         alignment = self.fields.get("general.alignment", 32)
-        if not isinstance(alignment, int) or alignment < 1:
+        powers = [1 << i for i in range(_MAX_ALIGNMENT.bit_length())]
+        if type(alignment) is not int or alignment not in powers:
             raise CheckpointError(
-                f"{str(self.path)!r} has general.alignment={alignment!r}, which must be a positive"
-                " integer"
+                f"{str(self.path)!r} has general.alignment={alignment!r:.40}, which must be a power"
+                f" of two up to {_MAX_ALIGNMENT}"
             )
         data = math.ceil(at / alignment) * alignment
         self.tensors: dict[str, GgufTensor] = {}

@@ -254,9 +254,17 @@ def test_tensors_lie_where_the_file_says(alignment: int, llama: Llama, tmp_path:
     aligned = open_checkpoint(path)
     for name in plain.tensors:
         assert np.array_equal(plain.read(name), aligned.read(name)), name
-    stated, none = (b"general.alignment" + struct.pack("<II", 4, n) for n in (alignment, 0))
-    path.write_bytes(path.read_bytes().replace(stated, none))
-    assert "general.alignment=0" in refused(lambda: open_checkpoint(path))
+    stated = b"general.alignment" + struct.pack("<II", 4, alignment)
+    sound = path.read_bytes()
+    for kind, value, told in (
+        ("<II", (4, 0), "0"),
+        ("<II", (4, 48), "48"),
+        ("<I?", (7, True), "True"),
+        ("<IQ", (10, 2**63), "9223372036854775808"),
+    ):
+        path.write_bytes(sound.replace(stated, b"general.alignment" + struct.pack(kind, *value)))
+        refusal = refused(lambda: open_checkpoint(path))
+        assert f"general.alignment={told}, which must be a power of two" in refusal
 
 
 def test_a_lora_adapter_is_named(llama: Llama, tmp_path: pathlib.Path):
