@@ -22,6 +22,7 @@ continues.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -38,6 +39,7 @@ import numpy as np
 from jaxtyping import Float
 from safetensors import SafetensorError, safe_open
 
+import kvq_jax
 from kvq_jax.cache.cache import CacheDims
 from kvq_jax.codecs.codec import Side
 from kvq_jax.files.checksum import NoChecksum, read_tensors, save_tensors, sha256_of
@@ -186,6 +188,7 @@ class Store:
             "layer": str(layer),
             "side": side,
             "options": options,
+            "algorithms": algorithms(),
         }
 
     def _fitted_file(self, layer: int, side: Side, options: str) -> Path:
@@ -321,6 +324,17 @@ class Store:
             unfinished.write_text(
                 json.dumps(state | {CHECKSUM: _checksum(state)}, indent=2) + "\n", encoding="utf-8"
             )
+
+
+@functools.cache
+def algorithms() -> str:
+    """Return a hash of the source that fits parameters: another version may fit other ones."""
+    package = Path(kvq_jax.__file__).parent
+    digest = hashlib.sha256()
+    for folder in (package / "codecs", package / "methods", Path(__file__).parent):
+        for file in sorted(folder.rglob("*.py")):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
 class _State(NamedTuple):

@@ -3,10 +3,11 @@
 import json
 import pathlib
 
+import numpy as np
 import pytest
 
 from kvq_jax.files.checksum import NoChecksum
-from kvq_models.calibration import file
+from kvq_models.calibration import file, store
 from kvq_models.calibration.store import Store
 from tests.crashes import listing
 from tests.kvq_models.work_directories import calibrate, opened
@@ -92,6 +93,16 @@ def test_a_work_directory_of_an_older_version_is_taken_up_with_a_note(tmp_path: 
     state.write_text(json.dumps({name: fields[name] for name in ("format", "identity", "losses")}))
     with pytest.warns(NoChecksum, match=r"state\.json' was written before files had checksums"):
         calibrate(tmp_path, 0)
+
+
+def test_fits_of_another_version_are_made_again(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+):
+    with opened(tmp_path / "work") as work:
+        work.keep(0, "k", "options", {"sum": np.ones(3, np.float32)})
+        assert work.fitted(0, "k", "options") is not None
+        monkeypatch.setattr(store, "algorithms", lambda: "of another version")
+        assert work.fitted(0, "k", "options") is None
 
 
 def half_made(folder: pathlib.Path) -> None:
