@@ -36,7 +36,7 @@ from kvq_tools.evaluation.settings import (
     default_prompt,
     prompt_for,
 )
-from kvq_tools.evaluation.windows import windows
+from kvq_tools.evaluation.windows import opened, windows
 
 # a model that is prepared for the cache (`kvq_models.prepare`), and the cache
 Candidate = tuple[Llama, CacheSpec | str]
@@ -82,7 +82,8 @@ def evaluate_caches(
             up to a multiple of their parts.
 
     Every token is scored once, after at least window - stride others (windows.py), and all caches
-    are scored on the same tokens. A prompt lies inside the overlap of a later window, and the first
+    are scored on the same tokens. If the text begins with the model's token that opens texts, so
+    does each window. A prompt lies inside the overlap of a later window, and the first
     window's is not scored, nor is the token after a prompt, which is predicted before a cache is
     read. The default is `default_prompt` if one of the caches takes statistics from a prompt, else
     0. In `chunked` such statistics come from a window's first chunk, in `fake` from the whole
@@ -105,7 +106,7 @@ def evaluate_caches(
     rows = np.where(inside, ids[np.minimum(begins[:, None] + np.arange(width), ids.size - 1)], 0)
     exact, compared = _run(
         candidates,
-        rows,
+        opened(rows, ids, candidates[0][0].config.bos_token_id),
         lengths,
         settings,
         progress,

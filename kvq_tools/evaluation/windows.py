@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Int
 
 from kvq_jax.types.array_types import Integers
 from kvq_jax.types.integers import int32
@@ -38,6 +39,17 @@ def windows(tokens: int, window: int, stride: int, prompt: int = 0) -> tuple[Tex
         if end == tokens:
             break
     return tuple(w for w in cut if w.first < w.end - w.begin)
+
+
+def opened(
+    rows: Int[np.ndarray, "R T"], token_ids: Integers, bos: int | None
+) -> Int[np.ndarray, "R T"]:
+    """Return windows of a text with the token that opens every text, if this one begins with it, in
+    place of their first token, which is not scored. Without it Gemma is another model."""
+    first = np.asarray(token_ids)[0]
+    if first != bos:
+        return rows
+    return np.concatenate([np.full_like(rows[:, :1], first), rows[:, 1:]], axis=1)
 
 
 def check_windows(

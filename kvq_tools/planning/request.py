@@ -16,6 +16,7 @@ from jaxtyping import Int
 
 import kvq_jax as kvq
 from kvq_jax.types.array_types import ModelDims
+from kvq_tools.evaluation.windows import opened
 from kvq_tools.planning.defaults import LONGER, METHOD, RECENTS, SCORED
 
 Kind = Literal["sides", "scale", "check"]
@@ -26,7 +27,8 @@ WHOLE = 4  # times as many windows for whole caches, of either kind, as for side
 
 class PlanRequest(NamedTuple):
     """The data of the measurements: token ids of the text and of a text of another kind, windows of
-    `window` tokens, those of whole caches of up to `longest`, and samples of a calibration."""
+    `window` tokens, those of whole caches of up to `longest`, samples of a calibration, and the
+    model's token that opens texts."""
 
     ids: Int[np.ndarray, " n"]
     other: Int[np.ndarray, " m"]
@@ -35,6 +37,7 @@ class PlanRequest(NamedTuple):
     windows: int
     samples: int
     length: int
+    bos: int | None = None
 
     @property
     def halves(self) -> tuple[np.ndarray, np.ndarray]:
@@ -50,7 +53,8 @@ class PlanRequest(NamedTuple):
         whole = ends[~sides]
         ends = {"sides": ends[sides], "scale": whole[::2], "check": whole[1::2]}[kind]
         width = self.checked if kind == "check" else self.window
-        return np.stack([ids[end - width : end] for end in ends]).astype(np.int32)
+        rows = np.stack([ids[end - width : end] for end in ends]).astype(np.int32)
+        return opened(rows, self.ids, self.bos)
 
     @property
     def _texts(self) -> tuple[np.ndarray, np.ndarray]:

@@ -289,6 +289,7 @@ def _planners(
         0 if options.fast else options.windows,
         SAMPLES,
         min(LENGTH, config.positions),
+        config.bos_token_id,
     )
     with input_errors():
         if window > config.positions or window <= SCORED:

@@ -78,6 +78,24 @@ def test_the_reference_is_the_model_without_a_cache(scene):
             assert_close(result.exact_nats, wanted, f"exact, {mode}")
 
 
+def test_windows_of_a_text_with_the_token_that_opens_it_begin_with_that_token(scene):
+    bos = int(scene.ids[0])
+    llama = random_llama(tiny_config(num_hidden_layers=2, head_dim=16, bos_token_id=bos))
+    sizes = {"window": WINDOW, "stride": STRIDE, "batch": 3, "chunk": CHUNK, "mode": "chunked"}
+    exact = jax.jit(forward)
+
+    def logits(row):
+        return exact(llama, jnp.asarray(row[None]).at[0, 0].set(bos))[0, :-1]
+
+    wanted = by_hand(scene.ids, logits)
+    (result,) = evaluate_caches([(llama, "dense")], scene.ids, **sizes)
+    assert_close(result.exact_nats, wanted, "opened windows")
+    later = scene.found["chunked"][0].exact_nats
+    first = CUT[0].end - CUT[0].first
+    np.testing.assert_allclose(later[:first], wanted[:first], atol=1e-4)
+    assert np.abs(later - wanted)[first:].max() > 1e-2, "windows without it would pass"
+
+
 @pytest.mark.parametrize("cache", ["dense", COARSE])
 def test_decode_is_a_loop_over_decode_step(scene, cache):
     step = jax.jit(decode_step)

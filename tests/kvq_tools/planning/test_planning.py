@@ -316,6 +316,10 @@ def test_sides_scales_and_checks_have_windows_of_their_own(monkeypatch: pytest.M
     for (text, kind), every in rows.items():
         first, last = ((6000, 12000), (12000, 20000))[text]
         assert first <= every.min() <= every.max() < last, f"{kind}: calibrated on, or another text"
+    for one, every in rows.items():
+        opened = asked._replace(bos=0).rows(*one)
+        assert (opened[:, 0] == 0).all(), f"{one}: a text that begins with the token that opens it"
+        np.testing.assert_array_equal(opened[:, 1:], every[:, 1:], err_msg=str(one))
     with pytest.raises(ValueError, match="has 8999 tokens, and a plan needs at least 9000"):
         asked._replace(ids=ids[:8999]).check(config)
     with pytest.raises(ValueError, match="--other-text has 4499 tokens, and 15 windows of 300"):
