@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Int
 
 import kvq_jax as kvq
@@ -29,7 +30,7 @@ def check_on_one_device(weights: Any, host: str) -> None:
     """Raise NotImplementedError if a pytree of weights is on several devices: the adapter of `host`
     neither splits the cache as the host splits its own nor keeps the host's constraints."""
     for leaf in jax.tree.leaves(weights):
-        traced = isinstance(leaf, jax.core.Tracer)
+        traced = isinstance(leaf, Tracer)
         if isinstance(leaf, jax.Array) and not traced and len(leaf.sharding.device_set) > 1:
             devices = len(leaf.sharding.device_set)
             raise NotImplementedError(
