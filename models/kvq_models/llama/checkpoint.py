@@ -44,6 +44,7 @@ from kvq_models.llama.stored_tensor import CheckpointError
 from kvq_models.llama.tabled_weights import TabledMatrix, rows_of_matrix
 from kvq_models.llama.tensor_names import EMBED_NAME, HEAD_NAME
 
+_COMPARED = 4096  # rows of an embedding and a head at a time
 MODEL_DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -198,9 +199,13 @@ def _untie_if_stored_apart(checkpoint: Checkpoint) -> LlamaConfig:
     names = {tensor.stored_as or name for name, tensor in zip(pair, stored, strict=True) if tensor}
     if len(names) == 1:  # of one tensor
         return config
-    embed, head = map(checkpoint.read, pair)
-    if np.array_equal(embed, head):
-        return config
+    shape, *others = [tensor.shape for tensor in stored if tensor]
+    if others == [shape] and len(shape) == 2:
+        embed, head = map(checkpoint.parts, pair)
+        starts = range(0, shape[0], _COMPARED)
+        some = [slice(start, min(start + _COMPARED, shape[0])) for start in starts]
+        if all(np.array_equal(embed((rows,)), head((rows,))) for rows in some):
+            return config
     return dataclasses.replace(config, tie_word_embeddings=False)
 
 

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from kvq_models.llama import checkpoint, hf_names
 from kvq_models.llama.checkpoint import load_llama, open_checkpoint, read_config, save_llama
+from kvq_models.llama.hf_directory import HfDirectory
 from kvq_models.llama.model import Llama, abstract_llama
 from kvq_models.llama.tensor_names import EMBED_NAME, HEAD_NAME
 from tests.kvq_models.checkpoints import LONGROPE, STORIES, random_llama, tiny_config
@@ -106,6 +107,25 @@ def test_a_tied_checkpoint_may_store_its_head_twice(tmp_path):
         tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].copy()})
     )
     assert_same_weights(load_llama(tmp_path, dtype="float32")[0], llama)
+
+
+def test_a_head_is_compared_with_the_embedding_a_part_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "_COMPARED", 10)
+    llama = random_llama(tiny_config(tie_word_embeddings=True))
+    save_llama(llama, tmp_path)
+    change_tensors(tmp_path, lambda t: t.update({HEAD_NAME: t[EMBED_NAME].copy()}))
+    read, whole = HfDirectory.read, list[str]()
+
+    def recorded(directory: HfDirectory, name: str) -> np.ndarray:
+        whole.append(name)
+        return read(directory, name)
+
+    monkeypatch.setattr(HfDirectory, "read", recorded)
+    assert_same_weights(load_llama(tmp_path, dtype="float32", weights="dense")[0], llama)
+    assert whole.count(EMBED_NAME) == 1
+    assert HEAD_NAME not in whole
+    change_tensors(tmp_path, lambda t: t[HEAD_NAME].__setitem__((-1, -1), 7.0))
+    assert not load_llama(tmp_path)[0].config.tie_word_embeddings
 
 
 def test_a_tied_config_with_a_head_of_its_own_is_untied(tmp_path):
