@@ -60,6 +60,14 @@ def test_missing_parts_and_modules_that_are_left_out_are_refused(
     assert f"the files lack tensor '{Q_PROJ}.g_idx'" in refusal(tmp_path)
 
 
+def test_scales_of_what_is_no_attention_are_not_passed_over(
+    floats: pathlib.Path, tmp_path: pathlib.Path
+):
+    name = "model.layers.0.mlp.v_scale"
+    publish(floats, tmp_path, *CASES["gptq"], lambda t: t.update({name: np.ones(96, np.float32)}))
+    assert f"the files hold tensor '{name}', for which the model" in refusal(tmp_path)
+
+
 MODULES = ("lm_head", "model.layers.18.mlp.gate", "model.layers.2.self_attn.q_proj", "visual.0.up")
 PATTERNS = (
     *("lm_head", ".*lm_head", "re", "visual.*|lm_head$", "^model", "l$|.*gate$", "(?:a|lm)_?head"),

@@ -21,7 +21,7 @@ from kvq_models.llama.stored_tensor import CheckpointError, StoredTensor
 # scales of its own.
 _OF_ACTIVATIONS = re.compile(
     r".*\.(input_scale|input_scale_ub|input_zero_point|activation_scale|output_scale"
-    r"|output_zero_point|(q|k|v|kv|prob)_(scale|zero_point))"
+    r"|output_zero_point)|.*\.self_attn\.(.+\.)?(q|k|v|kv|prob)_(scale|zero_point)"
 )
 
 
