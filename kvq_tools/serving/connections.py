@@ -15,7 +15,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 MAX_CONNECTIONS, MIN_CONNECTIONS = 1000, 8
 OTHER_FILES = 100  # descriptors open besides connections
-SHARE = 4  # a client's address has at most one in so many of all connections
+SHARE = 4  # one address has at most a quarter of all connections
 MAX_PIECES = 1 << 14  # of a body, each of which costs 10 us however short it is
 BUSY = (
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 0\r\nretry-after: 1\r\n"
