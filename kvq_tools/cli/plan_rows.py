@@ -1,4 +1,4 @@
-"""What `kvq plan` says about each cache, as JSON has it."""
+"""Describe the caches of `kvq plan`, as JSON has them."""
 
 from __future__ import annotations
 

@@ -35,10 +35,10 @@ With --prompts, each line of the file is a quoted text or an object:
   {{"prompt_ids": [1, 2]}}
   {{"messages": [{{"role": "user", "content": TEXT}}]}}
 An object may also have "id" (default: the line's number, counted from 0),
-"max_new_tokens", "temperature", "top_k", "top_p", "min_p" and "seed". Every line
+"max_new_tokens", "temperature", "top_k", "top_p", "min_p" and "seed". A line
 draws random numbers by --seed and its id, so equal prompts have different
-answers; a line with "seed" draws those of one prompt with that --seed. Answers
-are written as they come. Run the command again to continue where it stopped.
+answers; with "seed" it draws those of one prompt with that --seed. Answers are
+written as they come. Run the command again to continue where it stopped.
 
 {shared.CACHE_GRAMMAR}"""
 
