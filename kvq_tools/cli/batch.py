@@ -230,7 +230,7 @@ def read_items(
         raise console.UserError(
             f"{options.prompts!r} has {count} prompts with the id {prompt_id!r}"
         )
-    settings = _settings(options, config)
+    settings = _settings(options)
     return [
         PromptLine(name, _digest([settings, dataclasses.astuple(request)])[:16], request, plain)
         for name, request, plain in lines
@@ -242,12 +242,12 @@ def _stream(prompt_id: str | int) -> int:
     return int(_digest(prompt_id)[:8], 16) >> 1  # an int32
 
 
-def _settings(options: argparse.Namespace, config: LlamaConfig) -> list[Any]:
+def _settings(options: argparse.Namespace) -> list[Any]:
     """Return what decides an answer besides its request. A model's place does not: its weights
     do."""
     with console.input_errors():
         stored = checkpoint.open_checkpoint(options.model)
-        weights = partial_fingerprint_of(config, stored.read)
+        weights = partial_fingerprint_of(stored)
         calibration = Path(options.calibration).read_bytes() if options.calibration else b""
     return [
         weights,
