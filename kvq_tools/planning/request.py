@@ -86,7 +86,7 @@ class PlanRequest(NamedTuple):
         plans = kvq.cache.layout(METHOD, config, 1, self.window).plans
         regions = [plan.regions for plan in plans]
         minimum = max(one.sink + one.recent + one.block for one in regions)
-        if self.prompt < minimum:
+        if self.windows and self.prompt < minimum:
             raise ValueError(
                 f"windows of {self.window} tokens leave nothing to quantize: give at least"
                 f" {minimum + SCORED}"

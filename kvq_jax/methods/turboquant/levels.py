@@ -7,7 +7,8 @@ a random unit vector.
 f is the density of a coordinate in d dimensions (a Beta density), and the second line is Lloyd and
 Max's condition. A conditional mean is a first moment over a mass. The first has a closed form,
 -c (1 - t^2)^((d - 1) / 2) / (d - 1). The second is summed on a grid. Lloyd's iteration from
-quantiles converges to the one optimum, since f is log-concave for d >= 3. Source: Zandieh et al.,
+quantiles converges to the one optimum, since f is log-concave for d >= 3. At 8 bits MAX_TURNS end
+it before that, with a squared error about 0.2 % above the least. Source: Zandieh et al.,
 TurboQuant, Lemma 1 and section 3.1; Max (1960), Lloyd (1982).
 """
 

@@ -47,6 +47,7 @@ from kvq_tools.planning.defaults import (
     SCORED,
     VALUE_BASES,
     WINDOW,
+    WINDOWS,
     Bases,
 )
 from kvq_tools.planning.measuring import Checked, Planner, calibrated
@@ -101,10 +102,13 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _check_needs(options: argparse.Namespace) -> None:
-    """If there is no budget, raise a UserError with everything that is missing. Another text
-    needs a first one, and a plan that measures."""
-    if options.other_text is not None and (options.text is None or options.fast):
-        raise UserError("--other-text needs --text without --fast: no other plan measures")
+    """If there is no budget, raise a UserError with everything that is missing. Options of
+    measurements need a plan that measures."""
+    if options.text is None or options.fast:
+        for name in ("other_text", "window", "windows"):
+            if getattr(options, name) is not None:
+                option = f"--{name.replace('_', '-')}"
+                raise UserError(f"{option} needs --text without --fast: no other plan measures")
     if all(part is None for part in (options.budget, options.device, options.tokens_per_second)):
         budget = "a budget: --budget 2.5bits, --budget 600MiB, or --device with --tokens-per-second"
         raise UserError(
@@ -286,13 +290,13 @@ def _planners(
         other,
         window,
         min(config.positions, options.context or config.positions, options.window or LONGEST),
-        0 if options.fast else options.windows,
+        0 if options.fast else options.windows or WINDOWS,
         SAMPLES,
         min(LENGTH, config.positions),
         config.bos_token_id,
     )
     with input_errors():
-        if window > config.positions or window <= SCORED:
+        if request.windows and not SCORED < window <= config.positions:
             raise ValueError(
                 f"--window {window} must be above {SCORED} and at most the model's"
                 f" {config.positions} positions"

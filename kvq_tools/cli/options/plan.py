@@ -139,7 +139,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "W",
         f"tokens per measured window (default: at most {WINDOW}, and {LONGEST} for whole caches)",
     )
-    shared.add_number(parser, "--windows", "N", "measured windows", default=WINDOWS)
+    shared.add_number(parser, "--windows", "N", f"measured windows (default: {WINDOWS})")
     parser.add_argument(
         "--work",
         type=values.directory_name,

@@ -164,6 +164,11 @@ REFUSED = [
     ("memory {model} --cache kivi --mesh auto --device 9:1e-320", "2e12, each at least 1 (see"),
     ("plan {model} --budget 2bits --text {text} --window 200", "leave nothing to quantize"),
     ("plan {model} --budget 2bits --other-text {text}", "--other-text needs --text without --fast"),
+    ("plan {model} --budget 2bits --windows 4", "--windows needs --text without --fast"),
+    (
+        "plan {model} --budget 2bits --text {text} --fast --window 512",
+        "--window needs --text without --fast",
+    ),
     ("plan {model} --budget 2bits --work ''", "argument --work: the name is empty; name a direc"),
     ("plan {model} --budget 2bits --work {tmp}/none", "was made in '/"),
     ("plan {model} --budget 100bits --text {text}", "bits=100 cannot be stored with heads of"),

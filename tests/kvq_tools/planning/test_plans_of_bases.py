@@ -96,7 +96,7 @@ def cache_folder(tmp_path, monkeypatch):
 
 def test_a_plan_without_measurements_counts_and_chooses_both_bases(shallow, cache_folder, run_json):
     best = "plan", shallow, "--key-basis=best", "--context=512", "--budget=2bits"
-    found = run_json(*best, "--fast", f"--text={PASSAGE}", "--window=284")
+    found = run_json(*best, "--fast", f"--text={PASSAGE}")
     rows = {one["name"]: one for one in found["caches"] if one["bits"] == 2.0}
     assert {Bases.of(method_of(name)) for name in rows} == set(PREDICTED)
     bases = Bases.of(method_of(found["chosen"]))
@@ -125,7 +125,7 @@ def test_other_weights_at_the_same_path_are_calibrated_anew(
     shallow, tmp_path, cache_folder, run_json
 ):
     model = shutil.copytree(shallow, tmp_path / "model")
-    command = "plan", model, "--context=512", "--budget=2bits", "--fast", "--window=284"
+    command = "plan", model, "--context=512", "--budget=2bits", "--fast"
 
     def calibration_of_a_plan() -> bytes:
         return Path(run_json(*command, f"--text={PASSAGE}")["calibration"]).read_bytes()
