@@ -32,7 +32,7 @@ FAMILIES = (
     "phi3_partial",
     "gpt_oss",
 )
-OTHERS = r"cannot express|not supported|entries for 8 pairs"
+OTHERS = r"cannot express|not supported|entries for 8 pairs|does not read"
 CONTROLLED = ("mixtral", "mistral_window", "gpt_oss")  # also read through a coarse cache
 # another order of norms, layers without RoPE, caps, sinks with windows and experts, part of a head
 USUAL = "olmo2", "smollm3", "gemma2", "gpt_oss", "phi3_partial"
