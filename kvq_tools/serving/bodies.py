@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 from typing import Any
 
 from fastapi import Request
 
+from kvq_jax.files.json_text import parse_json
 from kvq_tools.serving import errors
 from kvq_tools.serving.errors import ApiError
 
@@ -75,10 +75,7 @@ def parse_strict(text: str) -> Any:
     """Return the value of a JSON text. Raise ValueError, in one line, for NaN and infinities, which
     are no JSON, for a name that an object has twice, of which others may read another one, and for
     a text that is nested too deeply."""
-    try:
-        return json.loads(text, object_pairs_hook=_object, parse_constant=_refuse)
-    except RecursionError as error:
-        raise ValueError(error) from None
+    return parse_json(text, object_pairs_hook=_object, parse_constant=_refuse)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
