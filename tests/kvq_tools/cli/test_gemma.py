@@ -73,9 +73,8 @@ def test_a_plan_gives_windowed_layers_bits_of_their_own(
 ):
     monkeypatch.setattr(plan, "LENGTH", 64)
     monkeypatch.setenv("KVQ_CACHE", str(tmp_path))
-    size = ("--window", 284, "--windows", 1, "--context", 640)
-    text = gemma.parent / "text"
-    found = run_json("plan", gemma, "--fast", "--text", text, "--budget", "2.5bits", *size)
+    fast = ("--fast", "--text", gemma.parent / "text")
+    found = run_json("plan", gemma, *fast, "--budget", "2.5bits", "--context", 640)
     (cache,) = (cache for cache in found["caches"] if cache["bits"] == 2.5)
     spec, config = kvq.parse(cache["name"]), read_config(gemma)
     bits = [sum(sum(spec.k.widths(side, i, config)) for side in "kv") for i in range(6)]
