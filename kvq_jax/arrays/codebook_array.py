@@ -25,6 +25,7 @@ from kvq_jax.arrays.packing import Words, pack, unpack
 from kvq_jax.arrays.sparse_outliers import Pool, SparseOutliers
 from kvq_jax.arrays.stored import BodySpec, word_specs
 from kvq_jax.arrays.uniform import (
+    NEAR,
     OutOfRange,
     as_stored,
     out_of_range,
@@ -84,16 +85,22 @@ class CodebookArray:
     format: CodebookFormat = dataclasses.field(metadata={"static": True})
 
     def out_of_range(self) -> OutOfRange | None:
-        """Return which runs of tokens meet an end of the range of what is stored, None for
-        ranges of channels, which are not stored."""
+        """Return which runs of tokens meet an end of the range of what is stored. Of ranges of
+        channels, which are not stored, outliers alone are known."""
         if self.scale is None:
-            return None
+            return self.outliers and sparse_outliers.out_of_range(self.outliers)
         largest, dtype = self.scale.astype(jnp.float32), self.format.scale_dtype
         limit = float(jnp.finfo(dtype).max)
         if self.zero is not None:
             largest = largest + jnp.abs(self.zero.astype(jnp.float32))
             limit = saturation_limit(dtype)
-        return out_of_range(largest, self.scale, limit, 3)
+        ends = out_of_range(largest, self.scale, limit, 3)
+        if self.outliers is None or self.zero is None or self.format.group is None:
+            return ends
+        # The codes of an outlier say at most `scale` of it.
+        wide_scale, wide_zero = map(self.format.group.spread, (self.scale, self.zero))
+        reach = jnp.abs(sparse_outliers.add(wide_zero, self.outliers)) + wide_scale
+        return ends._replace(large=ends.large | jnp.any(reach >= NEAR * limit, axis=(1, 3)))
 
 
 def specs(format: CodebookFormat, batch: int, heads: int, tokens: int) -> CodebookArray:

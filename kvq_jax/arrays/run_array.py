@@ -27,10 +27,12 @@ from jaxtyping import Array, Float, Int8
 from kvq_jax.arrays.packing import PlaneLayout, Words, pack, run_layout, unpack
 from kvq_jax.arrays.reverse_water_filling import STEPS
 from kvq_jax.arrays.stored import BodySpec, word_specs
+from kvq_jax.arrays.uniform import OutOfRange
 from kvq_jax.types.array_types import Axis
 from kvq_jax.types.pytree import describe, pytree
 
 PER_OCTAVE = 8  # steps of the logarithmic scale in a factor of 2
+MIN_SCALE, MAX_SCALE = -128, 127  # g from 1.5e-5 to 6e4
 MAX_ENTRY = 1e18  # its square is finite in fp32
 # From this many bits on, no channel is clipped: a clipped entry costs more there than the longer
 # steps (docs/decisions/calibration.md).
@@ -88,6 +90,13 @@ class RunArray:
     scale: Int8[Array, "B K S"]
     format: RunFormat = dataclasses.field(metadata={"static": True})
 
+    def out_of_range(self) -> OutOfRange:
+        """Return which tokens meet an end of the range of scales. A token of zeros has the least
+        scale too, but no code of a negative number."""
+        negative = jnp.any(levels(self) < 0, axis=(1, 3))
+        least = jnp.all(self.scale == MIN_SCALE, axis=1)
+        return OutOfRange(jnp.any(self.scale == MAX_SCALE, axis=1), least & negative)
+
 
 def specs(format: RunFormat, batch: int, heads: int, tokens: int) -> RunArray:
     """Describe the arrays of a body of `tokens` tokens."""
@@ -130,7 +139,7 @@ def quantize(
 
 def _logarithm(size: Float[Array, "B K T"]) -> Int8[Array, "B K T"]:
     octaves = jnp.round(PER_OCTAVE * jnp.log2(jnp.maximum(size, 1e-30)))
-    return jnp.clip(octaves, -128, 127).astype(jnp.int8)
+    return jnp.clip(octaves, MIN_SCALE, MAX_SCALE).astype(jnp.int8)
 
 
 def levels(array: RunArray) -> Float[Array, "B K T stored"]:

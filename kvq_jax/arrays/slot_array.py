@@ -52,6 +52,18 @@ class SlotArray:
     mode: UInt8[Array, "B K groups bytes"]
     format: GroupFormat = dataclasses.field(metadata={"static": True})
 
+    def out_of_range(self) -> uniform.OutOfRange:
+        """Return which runs of tokens meet an end of the range of what is stored."""
+        reach = ((1 << self.format.bits) - 1) * self.scale.astype(jnp.float32)
+        symmetric = _modes(self.mode, modes_together(self.format))
+        zero = jnp.where(symmetric, 0, lax.bitcast_convert_type(self.slot, jnp.float32))
+        return uniform.out_of_range(
+            jnp.maximum(jnp.abs(zero), jnp.abs(zero + reach)),
+            self.scale,
+            uniform.saturation_limit(self.format.scale_dtype),
+            self.format.scale_token_axis,
+        )
+
 
 def layout(format: GroupFormat) -> PlaneLayout:
     """Return the layout of the codes, which hold no signs."""

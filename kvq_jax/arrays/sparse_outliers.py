@@ -23,6 +23,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt16
 
 from kvq_jax.arrays.stored import BodySpec
+from kvq_jax.arrays.uniform import NEAR, OutOfRange
 from kvq_jax.types.array_types import Axis
 from kvq_jax.types.pytree import describe, pytree
 from pallas_kernels.tiles.layout import SPAN
@@ -170,6 +171,13 @@ def heads_of(ends: UInt16[Array, "B n K"], slots: int) -> Int[Array, "B n {slots
         axis=-1,
         dtype=jnp.int32,
     )
+
+
+def out_of_range(outliers: SparseOutliers) -> OutOfRange:
+    """Return which pools have a residual at the end of its dtype."""
+    limit = NEAR * float(jnp.finfo(outliers.residual.dtype).max)
+    large = jnp.any(jnp.abs(outliers.residual.astype(jnp.float32)) >= limit, axis=2)
+    return OutOfRange(large, jnp.zeros_like(large))
 
 
 def counts(outliers: SparseOutliers) -> tuple[Int[Array, "B n"], Int[Array, "B n"]]:

@@ -27,9 +27,10 @@ class Overflow(NamedTuple):
         layer: the layer.
         side: "k", "v", or the one side of a joint body.
         end: "infinite" if a row in full precision exceeded the cache's dtype. "large" if quantized
-            entries saturated, at about 32720 for float16 scales, or at the largest number under the
-            scale that the first tokens gave. "small" if tokens lie so far below 6e-5 that float16
-            scales tell little of them.
+            entries saturated: at about 32720 under float16 scales, at 6e4 under logarithmic ones
+            and as outliers of a channel, or at the largest number under the scale that the first
+            tokens gave. "small" if tokens lie so far below 6e-5 that float16 scales tell little of
+            them, or below the least logarithmic scale, 1.5e-5.
     """
 
     row: int
@@ -43,7 +44,8 @@ def overflowed(cache: Cache) -> tuple[Overflow, ...]:
     Copies the windows to the host.
 
     An infinite row that has left its window was quantized with its group's finite extreme in place
-    of inf, and is no longer found.
+    of inf, and is no longer found. Nor are radii beyond polarquant's global grid, and entries beyond
+    2^20 of rotated rows if their scales are not float16, which would end before.
 
     Args:
         cache: the cache, on any placement.

@@ -15,7 +15,7 @@ from kvq_jax.arrays import grouped_array, low_rank, sparse_outliers
 from kvq_jax.arrays.grouped_array import GroupedArray, GroupFormat
 from kvq_jax.arrays.sparse_outliers import Pool, SparseOutliers
 from kvq_jax.arrays.stored import BodySpec
-from kvq_jax.arrays.uniform import as_stored, finite_rows, saturation_limit
+from kvq_jax.arrays.uniform import NEAR, OutOfRange, as_stored, finite_rows, saturation_limit
 from kvq_jax.codecs.codec import Side, TokensAt
 from kvq_jax.codecs.facts import Facts, OutlierCounts, Outliers, TokenGroup
 from kvq_jax.codecs.kernels import Kernels, unserved
@@ -41,6 +41,16 @@ class GearArray:
     left: Float[Array, "B K S r"] | None
     right: Float[Array, "B K blocks Hr"] | None
     outliers: SparseOutliers | None
+
+    def out_of_range(self) -> OutOfRange:
+        """Return which tokens meet an end of the range of rows, with all that is added to them."""
+        limit = NEAR * saturation_limit(self.dense.format.scale_dtype)
+        large = jnp.any(jnp.abs(dequantized(self)) >= limit, axis=(1, 3))
+        small = self.dense.out_of_range().small
+        if self.outliers is not None:
+            pools = sparse_outliers.out_of_range(self.outliers).large
+            large = large | jnp.repeat(pools, large.shape[1] // pools.shape[1], axis=1)
+        return OutOfRange(large, jnp.repeat(small, large.shape[1] // small.shape[1], axis=1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,16 +100,13 @@ class GearCodec(OneSideCodec):
         left = right = outliers = None
         if self.rank:
             left, right = self._factors(jnp.where(mask, 0, missed))
-            missed = missed - self._product(left, right)
+            missed = missed - _product(left, right, dense.format.channels)
         if self.pool:
             outliers = sparse_outliers.collect(missed, mask, self.pool, FACTOR_DTYPE)
         return GearArray(dense, left, right, outliers)
 
     def dequantize(self, params: Tree, stats: Tree, body: GearArray) -> CachedRows:
-        rows = grouped_array.dequantize(body.dense)
-        if body.left is not None and body.right is not None:
-            rows = rows + self._product(body.left, body.right)
-        return rows if body.outliers is None else sparse_outliers.add(rows, body.outliers)
+        return dequantized(body)
 
     @property
     def facts(self) -> Facts:
@@ -131,19 +138,6 @@ class GearCodec(OneSideCodec):
         stored = as_stored(jnp.clip(right, -limit, limit), FACTOR_DTYPE)
         left = as_stored(left.reshape(batch, heads, tokens, self.rank), FACTOR_DTYPE)
         return left, stored.reshape(batch, heads, blocks.shape[2], channels * self.rank)
-
-    def _product(
-        self, left: Float[Array, "B K T r"], right: Float[Array, "B K blocks Hr"]
-    ) -> RowsBKTH:
-        batch, heads, blocks, _ = right.shape
-        factors = right.astype(jnp.float32).reshape(
-            batch, heads, blocks, self.format.channels, self.rank
-        )
-        by_block = left.astype(jnp.float32).reshape(batch, heads, blocks, -1, self.rank)
-        product = jnp.einsum(
-            "bkntr,bknhr->bknth", by_block, factors, precision=lax.Precision.HIGHEST
-        )
-        return product.reshape(batch, heads, -1, self.format.channels)
 
     @property
     def _token_group(self) -> TokenGroup | None:
@@ -193,3 +187,22 @@ def start_matrix(channels: int, rank: int) -> Float[np.ndarray, "H r"]:
     different frequencies, as in the DCT, fp32."""
     grid = np.outer(np.arange(channels) + 0.5, np.arange(rank) + 1)
     return np.cos(np.pi * grid / channels).astype(np.float32)
+
+
+def dequantized(body: GearArray) -> RowsBKTH:
+    """Return code * scale + zero + L R^T + outliers, fp32."""
+    rows = grouped_array.dequantize(body.dense)
+    if body.left is not None and body.right is not None:
+        rows = rows + _product(body.left, body.right, rows.shape[3])
+    return rows if body.outliers is None else sparse_outliers.add(rows, body.outliers)
+
+
+def _product(
+    left: Float[Array, "B K T r"], right: Float[Array, "B K blocks Hr"], channels: int
+) -> RowsBKTH:
+    batch, heads, blocks, _ = right.shape
+    rank = left.shape[3]
+    factors = right.astype(jnp.float32).reshape(batch, heads, blocks, channels, rank)
+    by_block = left.astype(jnp.float32).reshape(batch, heads, blocks, -1, rank)
+    product = jnp.einsum("bkntr,bknhr->bknth", by_block, factors, precision=lax.Precision.HIGHEST)
+    return product.reshape(batch, heads, -1, channels)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt8
 from kvq_jax.arrays import grouped_array
 from kvq_jax.arrays.grouped_array import GroupedArray, GroupFormat
 from kvq_jax.arrays.stored import BodySpec
-from kvq_jax.arrays.uniform import as_stored, finite_rows, saturation_limit
+from kvq_jax.arrays.uniform import NEAR, OutOfRange, as_stored, finite_rows, saturation_limit
 from kvq_jax.codecs.codec import Codec, Side, TokensAt
 from kvq_jax.codecs.facts import Facts, TokenGroup
 from kvq_jax.codecs.kernels import Kernels, unserved
@@ -41,6 +41,22 @@ class ZipArray:
     norm: Float[Array, "B K blocks H"]
     keys: tuple[GroupedArray, GroupedArray]
     values: tuple[GroupedArray, GroupedArray]
+
+    def out_of_range(self) -> OutOfRange:
+        """Return which blocks meet an end of the range of keys, of quotients, or of norms, the
+        square of which is the largest value."""
+        blocks = self.norm.shape[2]
+
+        def by_block(runs: Bool[Array, "B n"]) -> Bool[Array, "B blocks"]:
+            return jnp.any(runs.reshape(len(runs), blocks, runs.shape[1] // blocks), axis=2)
+
+        largest = jnp.square(self.norm.astype(jnp.float32))
+        large = jnp.any(largest >= NEAR * saturation_limit(self.norm.dtype), axis=(1, 3))
+        small = jnp.zeros_like(large)
+        for part in (*self.keys, *self.values):
+            ends = part.out_of_range()
+            large, small = large | by_block(ends.large), small | by_block(ends.small)
+        return OutOfRange(large, small)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,7 +2,7 @@
 token, and what happens to rows that are quantized again is a declared fact."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import kvq_jax as kvq
+from kvq_jax.arrays.rotations import turn_back
 from kvq_jax.cache.update import decode_layer, prefill_layer
 from kvq_jax.codecs.codec import Codec, TokensAt
 from kvq_jax.codecs.wrapper import MEMBERS, Wrapper
@@ -166,16 +167,33 @@ def test_a_codec_that_divides_by_an_infinite_range_is_caught(monkeypatch: pytest
         law(case)
 
 
+def hard(rows: jax.Array) -> Iterator[jax.Array]:
+    """Yield these rows, heavy-tailed ones, and rows whose rotation is heavy-tailed or a spike."""
+    rng, shape = np.random.default_rng(11), rows.shape
+    tails = rng.standard_t(1.5, size=shape)
+    spikes = 0.02 * rng.standard_normal(shape)
+    np.put_along_axis(spikes, rng.integers(0, shape[-1], (*shape[:-1], 1)), 1, axis=-1)
+    yield rows
+    for other in (tails, *(turn_back(jnp.asarray(x, jnp.float32)) for x in (tails, spikes))):
+        yield jnp.asarray(other, rows.dtype)
+
+
 @cases(every=True)
 def test_requantizing_decoded_rows_is_exact_or_declared_to_drift(case: MethodCase):
-    for plan, codec, params, inputs, rows in quantizing_codecs(case):
-        once = decoded(plan, codec, params, inputs, rows)
-        twice = decoded(plan, codec, params, inputs, once.astype(rows.dtype))
-        drift = error(np.asarray(twice, np.float32), np.asarray(once, np.float32))
+    """Rows that drift may do so in some tokens alone."""
+    for plan, codec, params, inputs, usual in quantizing_codecs(case):
+        drifts, of_tokens = [], []
+        for rows in hard(usual):
+            once = decoded(plan, codec, params, inputs, rows)
+            twice = decoded(plan, codec, params, inputs, once.astype(rows.dtype))
+            pair = np.asarray(twice, np.float32), np.asarray(once, np.float32)
+            drifts.append(error(*pair))
+            tokens = (x.reshape(-1, x.shape[-1]) for x in pair)
+            of_tokens += [error(a, b) for a, b in zip(*tokens, strict=True) if b.any()]
         if codec.facts.requantizes == "exact":
-            assert drift < 2e-3, f"{drift:.2e}: declare that it drifts"
+            assert max(drifts) < 2e-3, f"{max(drifts):.2e}: declare that it drifts"
         else:
-            assert drift > 2e-3, f"{drift:.2e}: it does not drift"
+            assert max(of_tokens) > 2e-3, f"{max(of_tokens):.2e}: it does not drift"
 
 
 def test_what_is_learned_before_rope_is_not_taken_for_keys_after_it():

@@ -11,6 +11,8 @@ import numpy as np
 
 import kvq_jax as kvq
 from kvq_jax.codecs.codec import Codec, TokensAt
+from kvq_jax.codecs.rotating import MAX_ENTRY
+from kvq_jax.methods.waterfill.codec import RotatedValueCodec
 from tests.kvq_jax.codecs.test_codec_laws import error, quantizing_codecs
 from tests.kvq_jax.layer_runs import quick_jit
 from tests.methods_table import MethodCase, cases
@@ -38,6 +40,14 @@ def scaled(inputs: kvq.types.LayerInputs, size: float) -> kvq.types.LayerInputs:
     return dataclasses.replace(inputs, **{name: getattr(inputs, name) * size for name in names})
 
 
+def unseen(case: MethodCase) -> np.ndarray:
+    """Return the sizes of which `overflowed` says that it does not see them."""
+    if "grid=global" in case.spec:
+        return SIZES > 1e3
+    rotated = any(name in case.spec for name in ("turboquant", "kvarn", "block_gtq"))
+    return (SIZES > MAX_ENTRY) & (rotated and "scale_dtype=float32" in case.spec)
+
+
 @cases()
 def test_rows_of_any_size_are_read_as_well_as_their_scales_can_be_stored(case: MethodCase):
     for plan, codec, params, inputs, rows in quantizing_codecs(case):
@@ -53,13 +63,21 @@ def test_rows_of_any_size_are_read_as_well_as_their_scales_can_be_stored(case: M
         shown = "; ".join(
             f"{size:.0e}: {e:.2g} {t}" for size, e, t in zip(SIZES, found, told, strict=True)
         )
+        wrong = (found > np.maximum(2 * usual, usual + 0.1)) & ~unseen(case)
         if codec.learning.parameters(plan.heads) or "subtract_bias" in case.spec:
-            continue  # its parameters are those of rows of one size
+            # Its parameters are those of rows of one size. What it stores of larger ones is known,
+            # if scales follow them at all.
+            if found[SIZES == 1e2] <= 1.2 * usual:
+                assert (np.array(told) >= wrong)[SIZES > 1].all(), f"not told of: {shown}"
+            continue
+        if isinstance(codec, RotatedValueCodec):  # its README: read as rows of 1.5e-5
+            found[SIZES < 1e-4] = 0
+        if "nvfp4:scale=none" in case.spec:  # scales of E4M3 alone, from 0.002 to 448
+            found[(SIZES < 1) | (SIZES > 1e2)], wrong[SIZES < 1e-2] = 0, False
         maximum = np.where(
             SIZES > 1e3, 1.2, np.minimum(1.2, 1.2 * usual + STEPS * MIN_SCALE / np.array(means))
         )
         assert (found <= maximum).all(), shown
-        wrong = found > np.maximum(2 * usual, usual + 0.1)
         assert (np.array(told) >= wrong)[TOLD].all(), f"not told of: {shown}"
         assert not np.array(told)[(SIZES >= 1e-2) & (SIZES <= 1e2)].any(), (
             f"told for nothing: {shown}"
@@ -72,12 +90,19 @@ def test_saturated_tokens_of_the_body_are_named():
     q, k, v = (jax.random.normal(jax.random.key(i), (2, 2, 64, 32)) for i in range(3))
     v = v.at[0, 0, 3, 5].set(9e4)
     k = k.at[1].multiply(2e-8)
-    for spec in ("kivi:recent=8,block=16", "int8:recent=8,block=8", "fp8:recent=8,block=8"):
+    separate = {(0, "v", "large"), (1, "k", "small")}
+    for spec, expected in {
+        "kivi:recent=8,block=16": separate,
+        "int8:recent=8,block=8": separate,
+        "gear:recent=8,block=16": separate,
+        "gear:rank=0,recent=8,block=16": separate,
+        "zipcache:recent=8,block=16": {(0, "kv", "large"), (1, "kv", "small")},
+        "fp8:recent=8,block=8": set(),
+    }.items():
         cache = kvq.init_cache(spec, dims, 2, 80, "float32")
         _, step = kvq.append_and_attend(kvq.begin(cache, 64, prefill=True), q, k, v)
         cache = kvq.finish(step)
         told = {(o.row, o.side, o.end) for o in kvq.size.overflowed(cache)}
-        expected = {(0, "v", "large"), (1, "k", "small")} if spec[0] != "f" else set()
         assert told == expected, f"{spec}: {told}"
         assert not kvq.size.overflowed(kvq.rows.trim(cache, [8, 0])), "dropped tokens are told of"
 
