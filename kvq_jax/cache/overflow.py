@@ -44,7 +44,7 @@ def overflowed(cache: Cache) -> tuple[Overflow, ...]:
     Copies the windows to the host.
 
     An infinite row that has left its window was quantized with its group's finite extreme in place
-    of inf, and is no longer found. Nor are radii beyond polarquant's global grid, and entries beyond
+    of inf, and is no longer found. Nor are radii beyond polarquant's global grid, or entries beyond
     2^20 of rotated rows if their scales are not float16, which would end before.
 
     Args:

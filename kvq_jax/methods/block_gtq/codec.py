@@ -133,8 +133,8 @@ class RateGroupsCodec(OneSideCodec):
         channels = self.format.channels
         stored = sum(width * count + 16 for width, count in self.format.runs) / channels
         paper = PaperCount(bits=lambda *_: stored)
-        # Codes say directions that are not of norm 1. Of rows with heavy tails they are far from it,
-        # and read again as others. One or two bits tell too little of a tail.
+        # What codes say of a direction is not of norm 1. If rows have heavy tails it is far from
+        # it, and read again it gets other codes. One or two bits say too little of a tail.
         drifts = max(width for width, _ in self.format.runs) > 2
         return dataclasses.replace(
             super().facts, requantizes="drifts" if drifts else "exact", paper=paper
