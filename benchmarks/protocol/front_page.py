@@ -18,6 +18,7 @@ from benchmarks.protocol.report import ProtocolReport
 from benchmarks.report_file import RESULTS
 from kvq_jax.cache.size import COMPARED_BATCHES
 from kvq_tools.evaluation.protocol import (
+    BLOCKS,
     DECODED_FROM,
     READINGS,
     RECENT,
@@ -104,9 +105,7 @@ def _column_of(report: ProtocolReport) -> tuple[str, dict[str, str]]:
     reading = most_measured(report)
     rows = report.quantized(LENGTH, reading)
     kl = {
-        row.cache: f"{with_interval(*report.kl(row), '#.2g')}"
-        f"{'†' * report.of_another_processor(row)}"
-        for row in rows
+        row.cache: f"{with_interval(*report.kl(row), '#.2g')}{report.remarks(row)}" for row in rows
     }
     return f"{report.model}: {COLUMNS[reading]}", kl
 
@@ -150,19 +149,21 @@ def _share_of(other: ProtocolReport | None) -> str:
         return ""
     rows = other.quantized(LENGTH, most_measured(other))
     share = statistics.median(row.exact_share for row in rows)
-    return f" ({share:.1%} in `{other.model}`, most of whose layers read windows)"
+    return f" ({share:.1%} in `{other.model}`, most of whose layers use sliding windows)"
 
 
 def _note(report: ProtocolReport, results: str, other: ProtocolReport | None) -> str:
     shown = readings(report)
     share = report.row(README[0], LENGTH, shown[0]).exact_share
     learned = (
-        f" Rows with * learned from {report.calibration_text.name}, another domain."
+        f" Rows with * were calibrated on {report.calibration_text.name}, another domain."
         if report.calibration_text
         else ""
     )
     if any(report.of_another_processor(report.row(cache, LENGTH, shown[0])) for cache in README):
-        learned += " † marks a number of another processor than most."
+        learned += " † marks a number measured on another processor than most."
+    if other and not all(row.opened for row in other.rows):
+        learned += " § marks a calibration without the token that opens a text."
     read = {
         "decoded": (
             f" Decoded: all tokens from {DECODED_FROM} on go through the cache one by one, so that"
@@ -179,9 +180,10 @@ def _note(report: ProtocolReport, results: str, other: ProtocolReport | None) ->
     return (
         f"Bits and GiB are resident, for 1 and 16 sequences of {CONTEXT // 1024}K tokens of"
         f" {llama_8b.NAME}: the cache, what its method adds to the model, and the working memory"
-        f" of a step. KL to full precision is that of `{report.model}` on"
-        f" {_texts(report)}, with 95 % intervals over {len(report.headline)} windows. Every cache"
-        f" keeps the first {SINK} and the newest {RECENT} tokens exact, {share:.1%} of what a"
-        f" scored token reads{_share_of(other)}.{readings_said}"
+        f" of a step. KL to full precision was measured on `{report.model}`, on {_texts(report)},"
+        f" with 95 % intervals over {len(report.headline)} pieces of text, with"
+        f" `,sink={SINK},recent={RECENT}` in every spec: the first {SINK} tokens and the newest"
+        f" {RECENT} stay exact, and up to {BLOCKS[0] - 1} more until they are quantized as a block,"
+        f" {share:.1%} of what a scored token reads{_share_of(other)}.{readings_said}"
         f"{learned} All rows: {', '.join(pages)}; [at equal bytes]({results}equal_bytes.md)."
     )

@@ -94,6 +94,11 @@ def _said(report: ProtocolReport) -> list[str]:
             f"Rows marked * learned from {report.calibration_text.name}"
             f" ({report.calibration_text.domain})."
         )
+    if not all(row.opened for row in report.rows):
+        said.append(
+            "Windows of calibration begin with the token that opens the model's texts, but not"
+            " those of rows marked §, which are to be measured again."
+        )
     named = {row.processor or "unknown" for row in report.rows if report.of_another_processor(row)}
     if others := sorted(named):
         said.append(f"Rows marked † were measured on another processor: {', '.join(others)}.")

@@ -42,6 +42,7 @@ class Row:
         seconds: processor seconds of all threads.
         processor: which measured it, or "" in files that are older than this field.
         commit: the state of the code that measured it.
+        opened: False if its calibration windows lacked the token that opens the model's texts.
     """
 
     cache: str
@@ -56,6 +57,7 @@ class Row:
     seconds: float
     commit: str
     processor: str = ""
+    opened: bool = True
 
     @property
     def of_layers(self) -> bool:
@@ -167,9 +169,14 @@ class ProtocolReport(Report):
         return not row.own_windows and row.exact_share > MORE * statistics.median(alike)
 
     def marked(self, row: Row) -> str:
-        """Return a row's cache with * if it learned from a text, † if another processor than that
-        of most rows measured it, and ‡ if it keeps more tokens exact than most."""
-        return f"{self.named(row)}{'†' * self.of_another_processor(row)}"
+        """Return a row's cache with * if it learned from a text, § if that text was not opened, †
+        if another processor than that of most rows measured it, and ‡ if it keeps more tokens exact
+        than most."""
+        return f"{self.named(row)}{self.remarks(row)}"
+
+    def remarks(self, row: Row) -> str:
+        """Return the marks § and † of `marked`."""
+        return "§" * (not row.opened) + "†" * self.of_another_processor(row)
 
     def named(self, row: Row) -> str:
         """Return a row's cache with the marks * and ‡ of `marked`."""

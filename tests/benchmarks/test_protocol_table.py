@@ -217,6 +217,19 @@ def test_a_page_marks_rows_of_another_processor_and_says_how_far_they_move(repor
     assert float(ratio.partition(" ")[0]) == pytest.approx(1 / 1.25, abs=1e-3)
 
 
+def test_a_page_marks_rows_whose_calibration_was_not_opened(report: ProtocolReport):
+    row = report.row(CACHE, 2048, "prompt")
+    rows = tuple(
+        dataclasses.replace(one, opened=False) if one is row else one for one in report.rows
+    )
+    text = page(dataclasses.replace(report, rows=rows), front_page.FILE)
+    marked = [line for line in text.splitlines() if line.startswith("|") and "§" in line]
+    assert len(marked) == 1
+    assert marked[0].startswith(f"| `{CACHE}`§")
+    assert "those of rows marked §, which are to be measured again" in text
+    assert "§" not in page(report, front_page.FILE)
+
+
 def test_a_ratio_of_one_window_has_no_interval_and_is_not_bold(
     report: ProtocolReport, tmp_path, monkeypatch: pytest.MonkeyPatch
 ):

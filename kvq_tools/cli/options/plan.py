@@ -72,7 +72,7 @@ device is that fast, so a cache that does not fit even then is too large."""
 EPILOG = """\
 examples:
   kvq plan smollm2 --text wiki.txt --budget 2.5bits --picture front.png
-  kvq plan smollm2 --text wiki.txt --budget 20MiB --context 8192 --batch 4 \\
+  kvq plan smollm2 --text wiki.txt --budget 150MiB --context 8192 --batch 4 \\
       --out plan.json
   kvq generate smollm2 --prompt "It was" --cache plan.json
   kvq plan smollm2 --text wiki.txt --budget 2.5bits --key-basis eigen \\
