@@ -5,6 +5,7 @@ Sources are read, not imported. `stale` gives the names in one text that lead no
 
 import ast
 import builtins
+import functools
 import io
 import keyword
 import re
@@ -96,9 +97,15 @@ def quoted_exists(name: str) -> bool:
         return True
     if rest and re.fullmatch(HEADS, first):
         return dotted_exists(name)
-    known = project().identifiers | project().commands | project().extras | set(dir(builtins))
-    known |= {module.split(".")[-1] for module in project().modules}
-    return {first, *rest} <= known
+    return {first, *rest} <= known_names()
+
+
+@functools.cache
+def known_names() -> frozenset[str]:
+    modules = {module.split(".")[-1] for module in project().modules}
+    return frozenset(
+        {*project().identifiers, *project().commands, *project().extras, *dir(builtins), *modules}
+    )
 
 
 def prose(path: str, content: str) -> Iterator[tuple[int, str]]:

@@ -56,7 +56,7 @@ def main(audit: Audit = audited) -> int:
             return 1
         try:
             packages: list[dict[str, Any]] = json.loads(report.text)["dependencies"]
-        except ValueError:  # the service cannot be reached
+        except (ValueError, KeyError, TypeError):  # the service cannot be reached
             reasons.append(f"{service}: {report.error}")
             continue
         known = [package for package in packages if "skip_reason" not in package]

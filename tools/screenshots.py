@@ -54,6 +54,8 @@ def terminal(command: str, columns: int, picture: Path) -> None:
             os.close(number)
             with os.fdopen(display) as answer:
                 where = f":{answer.readline().strip()}"
+            if where == ":":
+                raise RuntimeError("Xvfb did not start")
             look = [
                 "-fa",
                 "DejaVu Sans Mono",

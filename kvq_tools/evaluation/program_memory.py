@@ -8,7 +8,8 @@ import pathlib
 import jax
 
 LIMIT = pathlib.Path("/proc/sys/vm/max_map_count")
-# share of the limit at which programs are forgotten: one more part of a run adds hundreds
+# share of the limit at which programs are forgotten: a cache whose layers differ adds thousands
+# before anybody looks again
 SHARE = 0.6
 
 

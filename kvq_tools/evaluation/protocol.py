@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
@@ -227,6 +228,7 @@ def measure(
     headline = [window for window in headline if window < complete]
     first = np.arange(0, complete, sizes.windows)
     exact = {0: jnp.stack([kept[i // BATCH][i % BATCH] for i in first.tolist()])}
+    jax.clear_caches()  # programs of other batches and steps would fill the process's mappings
     again = measure_rows(
         candidates,
         rows[first],

@@ -307,16 +307,17 @@ def _run(
         predicted = slice(part.first + 1, part.stop + 1)
         if predicted.stop <= first and settings.mode == "decode":
             read_only(runs, part)
+            program_memory.drop_if_many()
             continue
         logits, exact[here, predicted] = reference(part)
         for terms, run in zip(compared, runs, strict=True):
             for whole, term in zip(terms, run(part, logits), strict=True):
                 whole[here, predicted] = term
+            program_memory.drop_if_many()
         if part is parts[-1]:
             complete = min((number + 1) * size, count)
             if at_end is not None:
                 at_end(runs, complete - number * size)
-        program_memory.drop_if_many()
     return exact[:complete, :width], [
         tuple(term[:complete, :width] for term in terms) for terms in compared
     ]

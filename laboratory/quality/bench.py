@@ -199,6 +199,9 @@ def run(suite: Suite, options: argparse.Namespace) -> None:
     """Measure everything that an earlier run of the same command has not, write the report, and
     delete what only unfinished runs need."""
     chosen = [c for c in suite.comparisons if options.only is None or options.only in c.title]
+    if not chosen:
+        titles = "; ".join(c.title for c in suite.comparisons)
+        raise ValueError(f"no title contains --only {options.only!r}: {titles}")
     if options.other_calibration_text is None and any(
         entry.other_text for c in chosen for entry in c.entries
     ):

@@ -128,8 +128,8 @@ def _said(report: LongContextReport) -> list[str]:
         said.append(f"Needles are hidden in {report.text.name}.")
     if report.calibration_text is not None:
         said.append(
-            f"KVQuant is calibrated on {report.samples} samples of {report.sample_length} tokens of"
-            f" {report.calibration_text.name}."
+            f"Caches that learn are calibrated on {report.samples} samples of"
+            f" {report.sample_length} tokens of {report.calibration_text.name}."
         )
     return [*said, *([f"Code: {', '.join(commits)}."] if commits else [])]
 

@@ -14,6 +14,7 @@ import numpy as np
 from kvq_models import load_llama
 from kvq_tools.evaluation.intervals import paired_ratio
 from kvq_tools.evaluation.run import measure_rows
+from kvq_tools.evaluation.windows import opened
 
 METHODS = "turboquant:bits=3", "turboquant:bits=2", "kivi:bits=2"  # which need no calibration
 RECENTS = 32, 64, 128, 256, 512
@@ -30,14 +31,18 @@ def main() -> None:
     llama, tokenizer = load_llama(asked.model, dtype="float32")
     width, rows = asked.prompt + 1 + SCORED, []
     for path in asked.text:
-        ids = np.asarray(tokenizer(path.read_text(), verbose=False).input_ids, np.int32)
+        text = path.read_text(encoding="utf-8")
+        ids = np.asarray(tokenizer(text, verbose=False).input_ids, np.int32)
+        if len(ids) < width:
+            raise ValueError(f"{path} has {len(ids)} tokens, a window has {width}")
         starts = np.linspace(0, len(ids) - width, asked.windows).astype(int)
-        rows += [ids[start : start + width] for start in starts]
+        windows = np.stack([ids[start : start + width] for start in starts])
+        rows.append(opened(windows, ids, tokenizer.bos_token_id))
     recents = [recent for recent in RECENTS if recent <= asked.prompt // 4]
     specs = [f"{m},sink=4,recent={recent},block=32" for m in METHODS for recent in recents]
     qualities = measure_rows(
         [(llama, spec) for spec in specs],
-        np.stack(rows),
+        np.concatenate(rows),
         prompt=asked.prompt,
         scored=SCORED,
         batch=2,

@@ -79,9 +79,10 @@ def _layer(
 ) -> tuple[kvq.types.LayerInputs, HiddenBTD]:
     """Return what attention sees in a layer, and the layer's output."""
     inputs = layer.attention_inputs(hidden, positions, valid, rope)
-    return inputs, layer.finish(
-        hidden, causal_attention(inputs.q_rot, inputs.k_rot, inputs.v, valid)
+    attended = causal_attention(
+        inputs.q_rot, inputs.k_rot, inputs.v, valid, layer.attention, layer.sink_logits()
     )
+    return inputs, layer.finish(hidden, attended)
 
 
 def tokens_of(inputs: kvq.types.LayerInputs, start: int, stop: int) -> kvq.types.LayerInputs:

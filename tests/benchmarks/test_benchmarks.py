@@ -16,14 +16,18 @@ from tests.exhaustive import some
 SIZES = [(size,) for size in placements.SIZES]
 
 
-def test_committed_pages_are_those_of_the_committed_results():
+@pytest.fixture(scope="module")
+def pages() -> dict[str, str]:
+    return results_page.render(RESULTS)
+
+
+def test_committed_pages_are_those_of_the_committed_results(pages: dict[str, str]):
     committed = {file.name: file.read_text(encoding="utf-8") for file in RESULTS.glob("*.md")}
-    made = results_page.render(RESULTS)
-    assert set(committed) == set(made), (
+    assert set(committed) == set(pages), (
         "a page without its JSON, or a JSON without its page: run `python -m"
         " benchmarks.results_page`"
     )
-    for name, text in made.items():
+    for name, text in pages.items():
         assert committed[name] == text, f"{name}: run `python -m benchmarks.results_page`"
 
 
@@ -66,8 +70,8 @@ def test_specs_that_name_kernels_store_the_bits_of_their_rows():
         ), spec
 
 
-def test_links_of_the_pages_lead_somewhere():
-    for name, text in results_page.render(RESULTS).items():
+def test_links_of_the_pages_lead_somewhere(pages: dict[str, str]):
+    for name, text in pages.items():
         for target in re.findall(r"\]\(([^)]+)\)", text):
             assert (RESULTS / target).exists(), f"{name}: {target}"
 

@@ -177,6 +177,8 @@ def test_a_model_of_own_kv_heads_has_the_bits_of_a_large_one_of_its_kind(report:
     shared = llama_8b.llama_config()
     own = dataclasses.replace(shared, num_key_value_heads=shared.num_attention_heads)
     assert [large_models.like(config) for config in (shared, own)] == ["Llama-3.1-8B", "Llama-2-7B"]
+    rows = tuple(row for row in report.rows if row.cache == CACHE)
+    report = dataclasses.replace(report, rows=rows)
     of_own = dataclasses.replace(report, large_model="Llama-2-7B")
     start = f"| `{CACHE}`"
     at = [_cells(page(one, front_page.FILE), "after", start)[1] for one in (report, of_own)]

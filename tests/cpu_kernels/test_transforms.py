@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import os
+import pathlib
 import subprocess
 import sys
 import textwrap
@@ -22,6 +23,7 @@ K, V, CAPACITY = (
     BodyCase(4, 64, 32, "channel groups", 32),
     4096,
 )
+FULL = np.full((2, 1), 2048, np.int32)
 
 
 def arrays(seed: int = 0):
@@ -51,7 +53,7 @@ def test_threads_at_once_get_what_each_would_alone():
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
-def test_a_child_of_a_process_that_loaded_it_runs_it():
+def test_a_child_of_a_process_that_loaded_it_runs_it(tmp_path: pathlib.Path):
     """JAX itself must not run before a fork, but loading and registering the library may."""
     program = """
         import os
@@ -59,15 +61,26 @@ def test_a_child_of_a_process_that_loaded_it_runs_it():
         assert library.unavailable() is None and library.instruction_set()
         child = os.fork()
         if child == 0:
+            import sys
             import numpy as np
-            from tests.cpu_kernels.test_transforms import arrays, attend
-            assert np.isfinite(np.asarray(attend(*arrays(), np.full((2, 1), 2048, np.int32)))).all()
+            from tests.cpu_kernels.test_transforms import FULL, arrays, attend
+            np.save(sys.argv[1], attend(*arrays(), FULL))
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
     """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(program)]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-c",
+        textwrap.dedent(program),
+        str(tmp_path / "out.npy"),
+    ]
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
+    expected = np.asarray(attend(*arrays(), jnp.asarray(FULL)))
+    np.testing.assert_array_equal(np.load(tmp_path / "out.npy"), expected)
+    assert np.abs(expected).max() > 1e-3

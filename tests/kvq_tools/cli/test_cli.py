@@ -166,6 +166,7 @@ def test_a_size_that_is_too_large_is_told_from_one_that_cannot_be_read(text: str
 # --- methods
 
 
+@pytest.mark.usefixtures("types_unchecked")
 def test_methods_lists_every_method_with_its_declared_options(run, run_json):
     found = {method["name"]: method for method in run_json("methods")["methods"]}
     assert list(found) == list(kvq.methods.METHODS)

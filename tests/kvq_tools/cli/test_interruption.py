@@ -172,3 +172,12 @@ def test_a_press_is_noted_unless_sigint_is_ignored(ignored):
     with interruption.noted() as pressed:
         signal.raise_signal(signal.SIGINT)
         assert pressed() is not ignored
+
+
+@pytest.mark.usefixtures("sigint")
+def test_a_second_press_interrupts():
+    with interruption.noted() as pressed:
+        signal.raise_signal(signal.SIGINT)
+        assert pressed()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)

@@ -16,6 +16,9 @@ from tests.kvq_models.checkpoints import tiny_config
 ACCUMULATING = "xquant_cl:bits=2,sink=4,recent=32,block=32"  # has working memory beside the cache
 ASKED = ("--context", "4K", "--batch", 8)
 
+# Each command counts 63 caches; the types of what counts them are checked in tests/kvq_jax.
+pytestmark = pytest.mark.usefixtures("types_unchecked")
+
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
@@ -26,17 +29,21 @@ def config(tmp_path_factory):
     return path
 
 
-def sizes(config, context=4096):
-    dims = read_config(config.parent)
+def size(config, name, context=4096):
+    return kvq.size.of(name, read_config(config.parent), 8, context).resident
+
+
+@pytest.fixture(scope="module")
+def sizes(config):
     names = ("dense", *(cache.name for cache in measured.measurements().caches))
-    return {name: kvq.size.of(name, dims, 8, context).resident for name in names}
+    return {name: size(config, name) for name in names}
 
 
-def test_what_fits_is_counted_in_resident_bytes(config, run_json):
-    budget = sizes(config)[ACCUMULATING] - 1
+def test_what_fits_is_counted_in_resident_bytes(config, sizes, run_json):
+    budget = sizes[ACCUMULATING] - 1
     found = run_json("memory", config, "--budget", budget, *ASKED)
     fits = {cache["name"]: cache["fits"] for cache in found["caches"]}
-    assert fits == {name: size <= budget for name, size in sizes(config).items()}
+    assert fits == {name: resident <= budget for name, resident in sizes.items()}
     assert True in fits.values()
     stored = {cache["name"]: cache["cache_bytes"] for cache in found["caches"]}
     assert stored[ACCUMULATING] <= budget, (
@@ -76,16 +83,16 @@ def test_weights_are_said_beside_the_budget(config, run, run_json, dtype, width)
         )
 
 
-def test_if_nothing_fits_the_table_says_what_would(config, run, run_json):
-    budget = min(sizes(config).values()) // 2
+def test_if_nothing_fits_the_table_says_what_would(config, sizes, run, run_json):
+    budget = min(sizes.values()) // 2
     found = run_json("memory", config, "--budget", budget, *ASKED)["caches"]
     longest = {one["name"]: one["largest_context"] for one in found}
     longest = {name: context for name, context in longest.items() if context is not None}
     assert len(longest) == 5
     assert any(longest.values())
     for name, context in longest.items():
-        assert budget < sizes(config, context + 1)[name], name
-        assert not context or sizes(config, context)[name] <= budget, name
+        assert budget < size(config, name, context + 1), name
+        assert not context or size(config, name, context) <= budget, name
     assert "no measured cache fits" in run("memory", config, "--budget", budget, *ASKED)[1]
 
 

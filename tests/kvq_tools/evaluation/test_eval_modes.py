@@ -194,6 +194,18 @@ def test_programs_that_are_too_many_are_forgotten_and_compiled_again(
     assert_close(again.nats, coarse.nats, "after programs were dropped")
 
 
+def test_programs_are_counted_after_each_cache(scene, monkeypatch):
+    counts = []
+    rows = jnp.asarray(scene.ids.reshape(2, 75), jnp.int32)
+    for specs in ((COARSE,), (COARSE, "dense", COARSE)):
+        calls = []
+        monkeypatch.setattr(program_memory, "drop_if_many", lambda calls=calls: calls.append(1))
+        measure_rows([(scene.llama, spec) for spec in specs], rows, prompt=20)
+        counts.append(len(calls) - 1)  # one prompt, which all caches read together
+    assert counts[0] > 0
+    assert counts[1] == 3 * counts[0]
+
+
 def test_a_prompt_and_the_token_predicted_before_a_cache_is_read_are_not_scored(scene):
     plain = scene.found["decode"][1]
     prompted = evaluate(

@@ -177,7 +177,7 @@ def resident(described: dict[str, Any]) -> int:
 def test_a_plan_measures_values_in_a_rotation_and_auto_finds_it(
     shallow, cache_folder, run_json, run, monkeypatch, tmp_path
 ):
-    monkeypatch.setattr(measuring, "MEASURED", (1.5, 3.0))
+    monkeypatch.setattr(measuring, "MEASURED", (2.0,))
     monkeypatch.setattr(measuring, "RIVALS", ())
     monkeypatch.setattr(request, "WHOLE", 1)
     monkeypatch.setattr(request, "RECENTS", (128,))

@@ -11,6 +11,7 @@ import time
 import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ from kvq_tools.serving import fields
 from kvq_tools.serving.app import create_app
 from kvq_tools.serving.connections import ConnectionLimits, max_connections
 from kvq_tools.serving.errors import ApiError
-from kvq_tools.serving.guard import known_hosts
+from kvq_tools.serving.guard import Guard, known_hosts
 from tests.kvq_tools.serving.running import CHAT, KEY, NAME, PROMPT, QUEUE, SLOTS, Running, serving
 
 ASKED = {"model": NAME, "prompt": PROMPT, "max_tokens": 4, "temperature": 0}
@@ -133,6 +134,31 @@ def guarded(server: Running) -> Iterator[Running]:
         origins=["https://friend.example.com"],
     ) as other:
         yield other
+
+
+def test_a_server_that_other_machines_reach_goes_by_this_machines_name(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(socket, "gethostname", lambda: "Workstation")
+    assert "workstation" in known_hosts("0.0.0.0")
+    assert "workstation" not in known_hosts("127.0.0.1")
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_a_star_lets_any_name_and_any_page_in(allowed: bool):
+    answered = []
+
+    async def app(*_: Any) -> None:
+        answered.append("by the server")
+
+    async def send(message: Any) -> None:
+        answered.append(message.get("status"))
+
+    anyone = ["*"] if allowed else ["kvq.example.com"]
+    headers = [(b"host", b"evil.example.com"), (b"origin", b"https://page.example.com")]
+    scope = {"type": "http", "method": "GET", "path": "/health", "headers": headers}
+    asyncio.run(Guard(app, anyone, anyone)(scope, None, send))
+    assert answered[0] == ("by the server" if allowed else 403)
 
 
 def test_an_error_of_the_server_is_counted_and_told_to_pages_that_may_use_it(
