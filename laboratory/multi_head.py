@@ -17,6 +17,7 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from benchmarks.model_names import add_model
+from kvq_jax.files.whole import replacing_directory
 from kvq_models import load_llama
 from kvq_models.llama.checkpoint import save_llama
 
@@ -37,19 +38,21 @@ def repeated(tensor: np.ndarray, heads: int, times: int) -> np.ndarray:
 def convert(model: str, directory: pathlib.Path) -> None:
     """Write the converted model in float32, with its tokenizer."""
     llama, tokenizer = load_llama(model, dtype="float32", weights="dense")
-    save_llama(llama, directory, tokenizer)
     heads, of_queries = llama.config.num_key_value_heads, llama.config.num_attention_heads
-    file = directory / "model.safetensors"
-    tensors = {
-        name: repeated(tensor, heads, of_queries // heads)
-        if any(part in name for part in PROJECTIONS)
-        else tensor
-        for name, tensor in load_file(file).items()
-    }
-    save_file(tensors, file, metadata={"format": "pt"})
-    config = directory / "config.json"
-    fields = json.loads(config.read_text(encoding="utf-8"))
-    config.write_text(json.dumps(fields | {"num_key_value_heads": of_queries}), encoding="utf-8")
+    with replacing_directory(directory) as unfinished:
+        save_llama(llama, unfinished, tokenizer)
+        file, config = unfinished / "model.safetensors", unfinished / "config.json"
+        tensors = {
+            name: repeated(tensor, heads, of_queries // heads)
+            if any(part in name for part in PROJECTIONS)
+            else tensor
+            for name, tensor in load_file(file).items()
+        }
+        save_file(tensors, file, metadata={"format": "pt"})
+        fields = json.loads(config.read_text(encoding="utf-8"))
+        config.write_text(
+            json.dumps(fields | {"num_key_value_heads": of_queries}), encoding="utf-8"
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -19,7 +19,6 @@ PART, BANKS = 16, 32  # bytes that a lane addresses; words of four bytes
 COLUMNS = [16, 32, 64, 128, 256]  # of 16 bits
 ROWS = [8, 16, 32]  # of a warp
 
-Executed = Callable[[Any], np.ndarray]
 OPERATIONS: dict[str, Callable[..., Any]] = {
     "arith.addi": np.add,
     "arith.muli": np.multiply,
