@@ -105,6 +105,15 @@ def test_a_simulation_stands_beside_the_cache(report):
     )
 
 
+def test_a_table_that_is_not_there_costs_no_file(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(quality.SUITES, "innerq", lambda: SUITE)
+    (file := tmp_path / FILE).write_text("the rows of a long run")
+    with pytest.raises(SystemExit):
+        quality.main(["innerq", *TEXTS, *SIZES, f"--json={file}", "--only=no such table"])
+    assert capsys.readouterr().err == "no title contains --only 'no such table': A; B; C\n"
+    assert file.read_text() == "the rows of a long run"
+
+
 def test_a_stopped_run_goes_on_where_it_was(shallow, tmp_path, monkeypatch):
     file = tmp_path / "quality.json"
     command = ["innerq", f"--model={shallow}", *TEXTS, *SIZES, f"--json={file}"]
