@@ -143,6 +143,17 @@ def test_what_comes_after_a_refusal_is_not_read(limited: Running):
         assert connection.recv(1 << 16).startswith(b"HTTP/1.1 413")
 
 
+def test_a_client_that_sends_on_after_a_refusal_is_disconnected(limited: Running):
+    with connect(limited, head(None, "wrong") + b"1\r\n \r\n") as connection:
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 401")
+        started = time.monotonic()
+        with contextlib.suppress(ConnectionError):
+            while time.monotonic() - started < 10:
+                connection.sendall(b"1\r\n \r\n")
+                time.sleep(0.1)
+        assert time.monotonic() - started < 8
+
+
 def test_a_connection_lives_on_after_a_whole_request(limited: Running):
     with connect(limited) as connection:
         for key, status in (("wrong", b"401"), (KEY, b"200")):
