@@ -162,7 +162,7 @@ def _note(report: ProtocolReport, results: str, other: ProtocolReport | None) ->
     )
     if any(report.of_another_processor(report.row(cache, LENGTH, shown[0])) for cache in README):
         learned += " † marks a number measured on another processor than most."
-    if other and not all(row.opened for row in other.rows):
+    if other and any("§" in kl for cache, kl in _column_of(other)[1].items() if cache in README):
         learned += " § marks a calibration without the token that opens a text."
     read = {
         "decoded": (
