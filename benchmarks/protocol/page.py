@@ -197,8 +197,9 @@ def _decoded_over_prompt(report: ProtocolReport) -> list[tuple[str, ...]]:
     for row in report.rows:
         prompt = report.find(row.cache, row.context, "prompt")
         if row.reading == "decoded" and prompt:
-            ratio = report.ratio(row, prompt)
-            lines.append((f"`{row.cache}`", f"{row.context}", with_interval(*ratio, ".2f")))
+            ratio = with_interval(*report.ratio(row, prompt), ".2f")
+            unopened = "§" * (not (row.opened and prompt.opened))
+            lines.append((f"`{row.cache}`{unopened}", f"{row.context}", ratio))
     return lines
 
 
