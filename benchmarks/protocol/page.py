@@ -10,7 +10,7 @@ import kvq_jax as kvq
 from benchmarks.markdown import bracket, head, table, with_interval
 from benchmarks.protocol import caches, made_plans
 from benchmarks.protocol.large_models import CONTEXT
-from benchmarks.protocol.report import ProtocolReport, Row
+from benchmarks.protocol.report import ProtocolReport, Row, unopened
 from kvq_jax.cache.size import COMPARED_BATCHES
 from kvq_tools.evaluation.protocol import (
     DECODED_FROM,
@@ -94,7 +94,7 @@ def _said(report: ProtocolReport) -> list[str]:
             f"Rows marked * learned from {report.calibration_text.name}"
             f" ({report.calibration_text.domain})."
         )
-    if not all(row.opened for row in report.rows):
+    if unopened(*report.rows):
         said.append(
             "Windows of calibration begin with the token that opens the model's texts, but not"
             " those of rows marked §, which are to be measured again."
@@ -198,8 +198,8 @@ def _decoded_over_prompt(report: ProtocolReport) -> list[tuple[str, ...]]:
         prompt = report.find(row.cache, row.context, "prompt")
         if row.reading == "decoded" and prompt:
             ratio = with_interval(*report.ratio(row, prompt), ".2f")
-            unopened = "§" * (not (row.opened and prompt.opened))
-            lines.append((f"`{row.cache}`{unopened}", f"{row.context}", ratio))
+            cache = f"`{row.cache}`{unopened(row, prompt)}"
+            lines.append((cache, f"{row.context}", ratio))
     return lines
 
 

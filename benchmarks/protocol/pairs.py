@@ -16,7 +16,7 @@ from benchmarks.markdown import table, with_interval
 from benchmarks.protocol import large_models, made_plans
 from benchmarks.protocol.front_page import LENGTH, SOURCES
 from benchmarks.protocol.large_models import CONTEXT
-from benchmarks.protocol.report import ProtocolReport
+from benchmarks.protocol.report import ProtocolReport, unopened
 from benchmarks.report_file import RESULTS
 from kvq_tools.evaluation.intervals import Estimate
 from kvq_tools.evaluation.protocol import READINGS, RECENT, SINK, WORDS
@@ -146,7 +146,7 @@ def _ratio(report: ProtocolReport, reading: str, pair: tuple[str, str]) -> str:
     shown = with_interval(*ratio, ".2f")
     low, high = ratio.interval  # nan if one window was measured
     pooled = f"**{shown}**" if low > 1 or high < 1 else shown
-    pooled += "§" * (not (one.opened and other.opened))
+    pooled += unopened(one, other)
     of_texts = report.ratio_by_text(one, other)
     return f"{pooled} ({_of_each(of_texts)})" if differ(of_texts.values()) else pooled
 

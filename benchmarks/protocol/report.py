@@ -69,6 +69,11 @@ class Row:
         return self.cache, self.own_windows, self.context, self.reading
 
 
+def unopened(*rows: Row) -> str:
+    """Return the mark of numbers to which a calibration without the opening token contributed."""
+    return "" if all(row.opened for row in rows) else "§"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProtocolReport(Report):
     """Rows so far.
@@ -176,7 +181,7 @@ class ProtocolReport(Report):
 
     def remarks(self, row: Row) -> str:
         """Return the marks § and † of `marked`."""
-        return "§" * (not row.opened) + "†" * self.of_another_processor(row)
+        return unopened(row) + "†" * self.of_another_processor(row)
 
     def named(self, row: Row) -> str:
         """Return a row's cache with the marks * and ‡ of `marked`."""
