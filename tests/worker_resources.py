@@ -25,10 +25,11 @@ MAX_BYTES = 2600 << 20  # of resident memory at which compiled programs are drop
 MORE_BYTES = (
     300 << 20
 )  # beyond what a process still holds after that, before they are dropped again
-CACHE = {
+SETTINGS = {
     "jax_compilation_cache_dir": "",
-    "jax_persistent_cache_min_compile_time_secs": 0,
+    "jax_persistent_cache_min_compile_time_secs": 0.02,  # smaller programs compile as fast as read
     "jax_persistent_cache_min_entry_size_bytes": -1,
+    "jax_traceback_in_locations_limit": 0,  # lines of source in programs cost a tenth of the run
 }
 FOLDER = pytest.StashKey[tempfile.TemporaryDirectory]()
 USE = pytest.StashKey[dict[str, dict[str, int]]]()
@@ -89,7 +90,7 @@ def pytest_configure(config: pytest.Config) -> None:
     ):  # the process that a user starts, whose environment its workers have
         config.stash[USE] = {}
         folder = config.stash[FOLDER] = tempfile.TemporaryDirectory(prefix="kvq-tests-")
-        for name, value in (CACHE | {"jax_compilation_cache_dir": folder.name}).items():
+        for name, value in (SETTINGS | {"jax_compilation_cache_dir": folder.name}).items():
             os.environ[name.upper()] = str(value)
             jax.config.update(name, value)
     # JAX locks the folder only if it bounds its size, so a worker may read a program that another
