@@ -4,7 +4,6 @@ programs."""
 import pathlib
 import re
 import warnings
-from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -37,17 +36,6 @@ def test_cases_that_are_not_usual_are_marked_whatever_their_values():
         some(["a"], ["b"])
 
 
-@pytest.fixture
-def small_programs_kept() -> Iterator[None]:
-    """Programs go to the folder however quickly they compile."""
-    name = "jax_persistent_cache_min_compile_time_secs"
-    before = getattr(jax.config, name)
-    jax.config.update(name, 0)
-    yield
-    jax.config.update(name, before)
-
-
-@pytest.mark.usefixtures("small_programs_kept")
 def test_a_program_that_another_worker_is_still_writing_is_compiled_again():
     @jax.jit
     def half_written_program(x):

@@ -27,7 +27,7 @@ MORE_BYTES = (
 )  # beyond what a process still holds after that, before they are dropped again
 SETTINGS = {
     "jax_compilation_cache_dir": "",
-    "jax_persistent_cache_min_compile_time_secs": 0.02,  # smaller programs compile as fast as read
+    "jax_persistent_cache_min_compile_time_secs": 0,
     "jax_persistent_cache_min_entry_size_bytes": -1,
     "jax_traceback_in_locations_limit": 0,  # lines of source in programs cost a tenth of the run
 }

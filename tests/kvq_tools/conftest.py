@@ -10,6 +10,7 @@ import pytest
 
 @pytest.fixture(scope="module", autouse=True)
 def types_as_needed(request: pytest.FixtureRequest) -> Iterator[None]:
-    jaxtyping.config.update("jaxtyping_disable", "evaluation" not in request.path.parts)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
+    with pytest.MonkeyPatch.context() as patch:
+        if "evaluation" not in request.path.parts:
+            patch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+        yield
