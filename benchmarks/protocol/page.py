@@ -196,7 +196,7 @@ def _decoded_over_prompt(report: ProtocolReport) -> list[tuple[str, ...]]:
     lines = []
     for row in report.rows:
         prompt = report.find(row.cache, row.context, "prompt")
-        if row.reading == "decoded" and prompt:
+        if row.reading == "decoded" and prompt and row.opened == prompt.opened:
             ratio = with_interval(*report.ratio(row, prompt), ".2f")
             cache = f"`{row.cache}`{unopened(row, prompt)}"
             lines.append((cache, f"{row.context}", ratio))
