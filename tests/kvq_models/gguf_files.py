@@ -198,3 +198,26 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
             writer.add_string(key, value)
         case _:
             writer.add_array(key, value)
+
+
+def split_gguf(path: pathlib.Path, parts: int) -> list[pathlib.Path]:
+    """Write a GGUF file's fields and tensors as llama.cpp's gguf-split does."""
+    reader = gguf.GGUFReader(path)
+    names = [path.with_name(f"p-{i + 1:05}-of-{parts:05}.gguf") for i in range(parts)]
+    for number, name in enumerate(names):
+        writer = gguf.GGUFWriter(name, "llama")
+        for key, field in reader.fields.items():
+            if number == 0 and not key.startswith(("GGUF.", "general.architecture")):
+                kind = field.types[0]
+                inner = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+                writer.add_key_value(key, field.contents(), kind, inner)
+        writer.add_uint16("split.no", number)
+        writer.add_uint16("split.count", parts)
+        writer.add_int32("split.tensors.count", len(reader.tensors))
+        for tensor in reader.tensors[number::parts]:
+            writer.add_tensor(tensor.name, np.asarray(tensor.data), raw_dtype=tensor.tensor_type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    return names

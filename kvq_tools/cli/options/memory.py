@@ -23,12 +23,12 @@ with their KL to full precision as it was measured on a public model.
 With --cache: exact bytes by component, average bits per element, the ratio to a
 bf16 cache, resident bytes, and the largest context that fits a budget.
 
-Reads config.json only (MODEL can be that file): no weights are loaded or
-downloaded. Resident bytes are the cache, its parameters (made once from weights
-or a calibration) and the working memory of a decode step, not the weights. With
---roofline, for caches that rebuild keys and values: the longest context for
-which rebuilding them takes no longer than reading weights and cache (section
-3.4 of the XQuant paper)."""
+Reads config.json only (MODEL can be that file): no weights are loaded, and none
+are downloaded unless MODEL is a GGUF file on the Hub. Resident bytes are the
+cache, its parameters (made once from weights or a calibration) and the working
+memory of a decode step, not the weights. With --roofline, for caches that
+rebuild keys and values: the longest context for which rebuilding them takes no
+longer than reading weights and cache (section 3.4 of the XQuant paper)."""
 
 EPILOG = f"""\
 examples:

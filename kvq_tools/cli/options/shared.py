@@ -14,9 +14,9 @@ MAX_SAMPLES = 65_536  # samples of a text are drawn at once
 DTYPES = ("float32", "bfloat16")
 
 MODEL_HELP = (
-    "a local Hugging Face directory, a GGUF file, a Hub id (organisation/name), 'embedded' for the"
-    " small model that ships with kvq, or a name that `kvq fetch` lists, such as 'smollm2', once it"
-    " is fetched"
+    "a local Hugging Face directory, a GGUF file, a Hub id (organisation/name[/FILE.gguf], with"
+    " @REVISION for a branch, tag or commit), 'embedded' for the small model that ships with kvq,"
+    " or a name that `kvq fetch` lists, such as 'smollm2', once it is fetched"
 )
 
 CACHE_GRAMMAR = """\

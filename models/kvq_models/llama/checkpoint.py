@@ -59,7 +59,8 @@ def load_llama(
     """Load a checkpoint as (llama, tokenizer). The tokenizer is None if the checkpoint has none.
 
     Args:
-        path_or_hub_id: a Hugging Face directory, a GGUF file, a Hub id (organisation/name), or a
+        path_or_hub_id: a Hugging Face directory, a GGUF file, a Hub id (organisation/name, or
+            organisation/name/FILE.gguf, either with @REVISION for a branch, tag or commit), or a
             name: "embedded" for the model that ships with kvq, or "smollm2" after `kvq fetch
             smollm2`.
         dtype: float32, bfloat16 or float16, of activations and of weights that are not packed.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import glob
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -190,6 +191,14 @@ def _hf_shape(name: str, tensor: GgufTensor) -> tuple[int, ...]:
 
 
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE | re.DOTALL)
+
+
+def pattern_of_parts(name: str) -> str:
+    """Return the glob pattern of all parts of a split file, or of the file alone."""
+    part = _PART.fullmatch(name)
+    if part is None:
+        return glob.escape(name)
+    return f"{glob.escape(part[1])}-?????{glob.escape(name[part.end(2) :])}"
 
 
 def _parts(path: Path) -> list[GgufHeader]:

@@ -10,7 +10,7 @@ from typing import TypeAlias
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.gguf_file import GgufFile
 from kvq_models.llama.hf_directory import HfDirectory
-from kvq_models.llama.hub import Part, local_directory
+from kvq_models.llama.hub import Part, local_files
 from kvq_models.llama.stored_tensor import CheckpointError
 from kvq_models.named_models.names import located
 
@@ -22,7 +22,7 @@ Checkpoint: TypeAlias = HfDirectory | GgufFile
 
 def open_checkpoint(path_or_hub_id: str | os.PathLike[str], part: Part = "all") -> Checkpoint:
     """Open a GGUF file, a local directory, a named model, or the local snapshot of a Hub
-    checkpoint, of which only `part` is fetched.
+    checkpoint, of which only `part` is fetched. A GGUF file on the Hub is fetched whole.
 
     Raises, in one line, CheckpointError if there is no checkpoint, and FileNotFoundError for a
     named model that is not on this machine yet.
@@ -32,9 +32,8 @@ def open_checkpoint(path_or_hub_id: str | os.PathLike[str], part: Part = "all") 
             "the name of the model is empty; give a directory, a GGUF file, a Hub id or a name such"
             " as 'embedded'"
         )
-    path_or_hub_id = located(path_or_hub_id)
-    path = Path(path_or_hub_id)
-    if path.exists() and not path.is_dir():
+    path = local_files(located(path_or_hub_id), part)
+    if not path.is_dir():
         if path.suffix.lower() != ".gguf":
             raise CheckpointError(
                 f"{str(path)!r} is not a directory with config.json and safetensors, nor a .gguf"
@@ -42,9 +41,8 @@ def open_checkpoint(path_or_hub_id: str | os.PathLike[str], part: Part = "all") 
             )
         stamp = path.stat()
         return _gguf_file(path, stamp.st_mtime_ns, stamp.st_size)
-    directory = local_directory(path_or_hub_id, part)
-    _check_kind(directory)
-    return HfDirectory(directory)
+    _check_kind(path)
+    return HfDirectory(path)
 
 
 def _check_kind(directory: Path) -> None:

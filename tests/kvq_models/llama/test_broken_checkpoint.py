@@ -2,13 +2,12 @@
 
 import json
 import shutil
-from unittest import mock
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from kvq_models.llama.checkpoint import load_llama, read_config, save_llama
+from kvq_models.llama.checkpoint import load_llama, save_llama
 from tests.kvq_models.checkpoints import random_llama, tiny_config
 from tests.kvq_models.llama.saved_checkpoint import change_config, change_tensors, refusal
 
@@ -36,36 +35,6 @@ def test_a_missing_directory_is_one_line(tmp_path):
     assert "does not exist" in refusal(tmp_path / "absent")
     assert "does not exist" in refusal("absent")
     assert "does not exist" in refusal("./absent/model")
-
-
-def test_an_unreachable_hub_is_one_line(monkeypatch):
-    import huggingface_hub
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    for error, told in (
-        (LocalEntryNotFoundError("no\nnetwork"), "'some/model' does not exist here"),
-        (OSError("404 Client Error\nfor url"), "the Hub answered: 404 Client Error"),
-    ):
-        download = mock.Mock(side_effect=error)
-        monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-        assert told in refusal("some/model")
-    assert issubclass(HfHubHTTPError, OSError), "HTTP errors would pass uncaught"
-
-
-def test_only_safe_files_are_downloaded(saved, monkeypatch):
-    import huggingface_hub
-
-    download = mock.Mock(return_value=str(saved))
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    read_config("some/model")
-    assert download.call_args.args == ("some/model",)
-    allowed = download.call_args.kwargs["allow_patterns"]
-    of_quantization = {"quantize_config.json", "quant_config.json", "hf_quant_config.json"}
-    assert set(allowed) == {"config.json", "generation_config.json", *of_quantization}
-    load_llama("some/model")
-    allowed = download.call_args.kwargs["allow_patterns"]
-    assert "*.safetensors" in allowed
-    assert not [one for one in allowed if one.endswith((".bin", ".py", ".pt", ".pkl", "*"))]
 
 
 def test_missing_and_malformed_configs_are_named(saved):

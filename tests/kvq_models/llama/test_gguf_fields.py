@@ -21,7 +21,7 @@ from kvq_models.llama.model import Llama
 from kvq_models.llama.rope_config import RopeConfig
 from kvq_models.llama.stored_tensor import CheckpointError
 from tests.kvq_models.checkpoints import random_llama, tiny_config
-from tests.kvq_models.gguf_files import TOKENS, byte_level, write_gguf
+from tests.kvq_models.gguf_files import TOKENS, byte_level, split_gguf, write_gguf
 
 YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
 OF_YARN = RopeConfig(rope_type="yarn", factor=4.0, original_max_position_embeddings=64)
@@ -157,33 +157,10 @@ def test_sampling_that_the_file_asks_for_is_kept_as_data(llama: Llama, tmp_path:
     assert read_config(write_gguf(llama, path)).generation.temperature == 0
 
 
-def split(path: pathlib.Path, parts: int) -> list[pathlib.Path]:
-    """Write a GGUF file's fields and tensors as llama.cpp's gguf-split does."""
-    reader = gguf.GGUFReader(path)
-    names = [path.with_name(f"p-{i + 1:05}-of-{parts:05}.gguf") for i in range(parts)]
-    for number, name in enumerate(names):
-        writer = gguf.GGUFWriter(name, "llama")
-        for key, field in reader.fields.items():
-            if number == 0 and not key.startswith(("GGUF.", "general.architecture")):
-                kind = field.types[0]
-                inner = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
-                writer.add_key_value(key, field.contents(), kind, inner)
-        writer.add_uint16("split.no", number)
-        writer.add_uint16("split.count", parts)
-        writer.add_int32("split.tensors.count", len(reader.tensors))
-        for tensor in reader.tensors[number::parts]:
-            writer.add_tensor(tensor.name, np.asarray(tensor.data), raw_dtype=tensor.tensor_type)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-    return names
-
-
 def test_a_split_file_is_read_whole_from_any_part(tmp_path: pathlib.Path):
     """The head lies in one part alone, so a part by itself would look tied."""
     path = write_gguf(random_llama(tiny_config()), tmp_path / "m.gguf", tokenizer=byte_level())
-    parts, whole = split(path, 3), open_checkpoint(path)
+    parts, whole = split_gguf(path, 3), open_checkpoint(path)
     for part in parts:
         files = open_checkpoint(part)
         assert files.config == whole.config
