@@ -8,7 +8,8 @@ RUN = $(VENV)/bin/python
 # without bytecode: it would take half of the time, and Python writes what it imports by itself
 PIP = $(RUN) -m pip --disable-pip-version-check install --quiet --no-compile
 # torch (extra parity) is only for comparisons with transformers, pinned to a build for Python 3.11
-EXTRAS ?= $(shell $(PYTHON) -c 'import sys; print("test,parity,eval" if sys.version_info[:2] == (3, 11) else "test")')
+EXTRAS ?= $(shell $(PYTHON) -c 'import sys; print("test", \
+	*["parity", "eval"] * (sys.version_info[:2] == (3, 11)), sep=",")')
 
 # where `make bench` writes; benchmarks/results has pages of files with a clean commit alone
 RESULTS ?= benchmarks/results
@@ -67,17 +68,20 @@ bench: $(VENV)/.kvq-test
 		--json $(RESULTS)/decode_step_smollm2_cpu.json
 	$(RUN) -m benchmarks.results_page
 
-# the documentation site, in site/: pages, and a reference made of docstrings; kvq itself is not installed for it
+# the documentation site, in site/: pages, and a reference made of docstrings; kvq itself is not
+# installed for it
 docs: $(VENV)/.kvq-docs
 	$(RUN) -m tools.documentation build/docs
 	$(RUN) -m mkdocs build --strict
 
-# what a release publishes for this platform and Python; an error where the CPU kernels were not compiled into it
+# what a release publishes for this platform and Python; an error if the CPU kernels were not
+# compiled into it
 wheel:
 	$(PYTHON) -m pip --disable-pip-version-check wheel --quiet --no-deps --wheel-dir dist .
 	@for wheel in dist/kvq_jax-*.whl; do \
 		$(PYTHON) -m zipfile -l $$wheel | grep -q 'native.*[.]so' \
-			|| { echo "$$wheel has no CPU kernels: a C++ compiler is needed, see the warnings above"; exit 1; }; \
+			|| { echo "$$wheel has no CPU kernels: a C++ compiler is needed, see above"; \
+				exit 1; }; \
 	done
 
 clean:
@@ -98,7 +102,7 @@ $(VENV)/.kvq-test: $(VENV)/bin/python $(BUILD)
 
 # kvq itself is not installed for it: tests read the sources, and the kernels that lie beside them
 $(VENV)/.kvq-hosts: $(VENV)/bin/python $(BUILD)
-	@$(RUN) -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; print(*p["dependencies"], *p["optional-dependencies"]["hosts"], sep="\n")' >$@.txt
+	@$(RUN) -m tools.requirements hosts >$@.txt
 	@echo "installing other projects into $(VENV) (a few minutes) ..."
 	$(PIP) -r $@.txt
 	@$(PIP) --no-deps "$(BONSAI)" 2>/dev/null || \
@@ -107,14 +111,14 @@ $(VENV)/.kvq-hosts: $(VENV)/bin/python $(BUILD)
 	@touch $@
 
 $(VENV)/.kvq-lowest: $(VENV)/bin/python $(BUILD)
-	@$(RUN) -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; extras = p["optional-dependencies"]; used = sum((extras[name] for name in ("models", "tools", "serve", "report", "sentencepiece")), p["dependencies"]); print(*{line.split(">")[0]: line.replace(">=", "==") for line in used if "kvq-jax" not in line}.values(), *extras["test"][1:], sep="\n")' >$@.txt
+	@$(RUN) -m tools.requirements lowest >$@.txt
 	@echo "installing the oldest versions into $(VENV) (a few minutes) ..."
 	$(PIP) -r $@.txt
 	-@ls cpu_kernels/native.*.so >/dev/null 2>&1 || $(RUN) setup.py --quiet build_ext --inplace
 	@touch $@
 
 $(VENV)/.kvq-docs: $(VENV)/bin/python pyproject.toml
-	@$(RUN) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' >$@.txt
+	@$(RUN) -m tools.requirements docs >$@.txt
 	$(PIP) -r $@.txt
 	@touch $@
 
