@@ -52,6 +52,7 @@ USUAL = ("innerq:bits=2", "nf4", SPECS[-1])
 INTERPRETED = Launch(interpret=True)
 BY_KERNEL = Route("pallas", INTERPRETED)
 ON_A_GPU = Route("pallas", Launch(), prompts="cudnn", only_on="cuda")
+tokens = functools.partial(sequences, len(LENGTHS), DIMS, CAPACITY, dtype="bfloat16")
 
 prefill = jax.jit(
     prefill_layer, static_argnums=0, static_argnames="route", compiler_options=QUICK_COMPILE
@@ -59,11 +60,6 @@ prefill = jax.jit(
 decode = jax.jit(
     decode_layer, static_argnums=0, static_argnames="route", compiler_options=QUICK_COMPILE
 )
-
-
-@functools.cache
-def tokens():
-    return sequences(len(LENGTHS), DIMS, CAPACITY, dtype="bfloat16")
 
 
 def plan_of(spec, dims=DIMS, capacity=CAPACITY, dtype="bfloat16"):

@@ -64,14 +64,10 @@ def layer(spec: str, attention: Attention) -> tuple[LayerPlan, LayerState]:
 
 
 def inputs(plan: LayerPlan, start: np.ndarray, stop: np.ndarray, count: int) -> LayerInputs:
-    new = tokens().window(start, np.minimum(stop, CAPACITY), count)
+    tokens = sequences(len(LENGTHS), DIMS, CAPACITY, dtype="bfloat16")
+    new = tokens.window(start, np.minimum(stop, CAPACITY), count)
     sinks = jnp.linspace(-1, 3, HEADS) if plan.attention.sinks else None
     return dataclasses.replace(new, sinks=sinks)
-
-
-@functools.cache
-def tokens():
-    return sequences(len(LENGTHS), DIMS, CAPACITY, dtype="bfloat16")
 
 
 @functools.cache

@@ -11,8 +11,8 @@ import pytest
 import kvq_jax as kvq
 from kvq_jax.cache.paged_cache import PagedCache, PagedPlan, paged_plan
 from kvq_jax.layer.plan import LayerState
+from tests.kvq_jax.cache.test_layer_cache import plan_of
 from tests.kvq_jax.layer_runs import (
-    CAPACITY,
     DIMS,
     ROUNDING,
     differences,
@@ -26,10 +26,6 @@ from tests.methods_table import METHOD_CASES, MethodCase, cases
 PROMPT, REAL, STEP = 40, np.array([40, 27], np.int32), 24
 PAGES = 40  # more than two slots have, so that most permutations move every block
 SPEC = "kivi:bits=4,group_size=8,sink=3,recent=5,block=8"
-
-
-def plan_of(spec: str, **options: Any) -> kvq.cache.CachePlan:
-    return kvq.layer_plan(spec, DIMS, layer=1, capacity=CAPACITY, dtype="float32", **options)
 
 
 def calls(rows: list[int], prompts: np.ndarray = REAL) -> list[dict[str, Any]]:

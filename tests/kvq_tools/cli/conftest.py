@@ -1,12 +1,24 @@
-"""A model that chats."""
+"""A model that chats, and commands that may not read weights."""
 
 import json
 import pathlib
 import shutil
+from collections.abc import Callable
 
 import pytest
 
+from kvq_models.llama import checkpoint
 from tests.kvq_models.checkpoints import CHAT_TEMPLATE
+
+
+@pytest.fixture
+def no_weights(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """no_weights() lets a command that reads weights from then on fail."""
+
+    def stop(*_: object, **__: object) -> None:
+        raise ValueError("weights were read")
+
+    return lambda: monkeypatch.setattr(checkpoint, "load_weights", stop)
 
 
 @pytest.fixture(scope="module")

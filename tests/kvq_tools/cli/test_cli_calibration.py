@@ -17,7 +17,6 @@ from kvq_models import (
     save_calibration,
 )
 from kvq_models.calibration import fit
-from kvq_models.llama import checkpoint
 from kvq_tools.cli import main
 from tests.kvq_models.checkpoints import PROMPT, save_with_tokenizer
 from tests.kvq_tools.cli.test_cli_errors import assert_one_line_error
@@ -54,13 +53,6 @@ def waterfill_file(model, tmp_path_factory):
     spec = "waterfill:bits=4,sink=1,block=16"
     assert main.main(request(model, path, spec).split()) == 0
     return path
-
-
-def no_weights(monkeypatch):
-    def stop(*_, **__):
-        raise ValueError("weights were read")
-
-    monkeypatch.setattr(checkpoint, "load_weights", stop)
 
 
 # --- calibrate
@@ -138,9 +130,9 @@ def test_generate_with_a_calibration_gives_the_librarys_tokens(model, file, run_
 
 
 def test_a_cache_without_its_calibration_or_with_another_is_one_line_before_weights_are_read(
-    model, file, run, monkeypatch
+    model, file, run, no_weights
 ):
-    no_weights(monkeypatch)
+    no_weights()
     command = ("generate", model, "--prompt", "a", "--cache")
     for more, message in (
         ((SPEC,), f"kvq calibrate MODEL --text FILE --cache '{kvq.parse(SPEC)}'"),
@@ -190,7 +182,7 @@ def test_doctor_tells_of_a_calibration_that_is_needed_fits_or_does_not(
 
 
 def test_a_cache_that_leaves_open_what_its_calibration_decides_is_told_so(
-    model, tmp_path, run, monkeypatch
+    model, tmp_path, run, no_weights
 ):
     out, spec = tmp_path / "w.safetensors", "waterfill:bits=2,sink=1,recent=3,block=16"
     code, printed, _ = run(request(model, out, spec))
@@ -198,7 +190,7 @@ def test_a_cache_that_leaves_open_what_its_calibration_decides_is_told_so(
     used = str(load_calibration(out, load_llama(model)[0], spec).spec)
     assert "k_widths=" in used
     assert f"--cache '{used}'" in printed
-    no_weights(monkeypatch)
+    no_weights()
     for cache, warned in ((spec, True), (used, False)):
         _, _, err = run(f"generate {model} --prompt=a --cache={cache} --calibration={out}")
         assert "weights were read" in err

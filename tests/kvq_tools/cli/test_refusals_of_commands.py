@@ -7,10 +7,10 @@ import pathlib
 import shlex
 import shutil
 import tempfile
+from collections.abc import Callable
 
 import pytest
 
-from kvq_models.llama import checkpoint
 from tests.kvq_tools.cli.test_cli_errors import assert_one_line_error
 
 # Commands as they are typed, with the paths of the test in braces. {model} has 256 positions and
@@ -284,12 +284,10 @@ def test_bad_input_is_one_line_and_found_before_weights_are_read(
     bare: pathlib.Path,
     tmp_path: pathlib.Path,
     run,
+    no_weights: Callable[[], None],
     monkeypatch: pytest.MonkeyPatch,
 ):
-    def stop(*_: object, **__: object) -> None:
-        raise ValueError("weights were read")
-
-    monkeypatch.setattr(checkpoint, "load_weights", stop)
+    no_weights()
     monkeypatch.setenv("KVQ_CACHE", str(tmp_path / "cache"))
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "nested").write_text("[" * 100_000)

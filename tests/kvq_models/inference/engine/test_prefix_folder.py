@@ -15,29 +15,17 @@ from safetensors import SafetensorError, safe_open
 
 from kvq_jax.files.checksum import save_tensors
 from kvq_jax.files.whole import UNFINISHED
-from kvq_models import Llama, prepare
+from kvq_models import Llama
 from kvq_models.inference.engine.pieces import RowPiece
 from kvq_models.inference.engine.prefix_folder import SUFFIX, PrefixFolder
 from kvq_models.inference.engine.prefixes import PrefixStore
 from kvq_models.inference.engine.requests import Request
-from tests.kvq_models.checkpoints import random_llama, tiny_config
-from tests.kvq_models.inference.engine.test_prefixes import (
-    CHUNK,
-    SPEC,
-    answers,
-    engine_of,
-    tokens_of,
-)
+from tests.kvq_models.inference.engine.test_prefixes import CHUNK, answers, engine_of, tokens_of
 
 PLENTY = 1 << 24
 # their first chunk is the same
 PROMPTS = [tokens_of(0, 2 * CHUNK + 9), tokens_of(0, CHUNK) + tokens_of(1, 20)]
 REQUESTS = [Request(prompt, 6) for prompt in PROMPTS]
-
-
-@pytest.fixture(scope="module")
-def llama() -> Llama:
-    return prepare(random_llama(tiny_config(num_hidden_layers=1)), SPEC)
 
 
 @pytest.fixture

@@ -26,11 +26,6 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def llama() -> Llama:
-    return prepare(random_llama(tiny_config(num_hidden_layers=1)), SPEC)
-
-
 def tokens_of(seed: int, count: int) -> tuple[int, ...]:
     return tuple(np.random.default_rng(seed).integers(0, VOCABULARY, count).tolist())
 
