@@ -10,6 +10,7 @@ import shlex
 import shutil
 import signal
 
+import jax
 import jaxtyping
 import pytest
 
@@ -19,6 +20,13 @@ def types_unchecked(monkeypatch):
     """Types are not checked at calls, as for users: a wrong value meets the error that the code
     itself has for it."""
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+
+
+@pytest.fixture
+def usual_promotion():
+    """Run in JAX's usual modes, which code of other projects expects."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """The C++ product with packed weights: the definition, the rows beside a row, and arrays that do
 not fit."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -78,15 +79,18 @@ def test_a_product_is_as_defined_and_a_row_has_the_same_bits_alone(
 ):
     inputs = 512 if coarse else 96
     arrays, w = matrix(bits, group, inputs, 72, coarse=coarse, mins=mins, dtype=dtype)
+    check_product(lambda x: product(x, arrays, 72), w, tokens)
+
+
+def check_product(multiply: Callable[[np.ndarray], np.ndarray], w: np.ndarray, tokens: int) -> None:
+    """Check that a function of rows multiplies by [I, O] and gives a row the same bits alone."""
     x = np.random.default_rng(1).normal(size=(tokens, len(w))).astype(np.float32)
-    y = product(x, arrays, 72)
-    want = x.astype(float) @ w
+    y, want = multiply(x), x.astype(float) @ w
     assert np.linalg.norm(y - want) < 1e-6 * np.linalg.norm(want)
     less = want - x[:, 3:4].astype(float) * w[3]
     assert np.linalg.norm(y - less) > 1e-3 * np.linalg.norm(want), "an input left out passes"
     for t in range(tokens):
-        alone = product(x[t : t + 1], arrays, 72)
-        np.testing.assert_array_equal(alone[0], y[t])
+        np.testing.assert_array_equal(multiply(x[t : t + 1])[0], y[t])
 
 
 def product(x: np.ndarray, arrays, outputs: int, digits: int = 3) -> np.ndarray:
@@ -137,9 +141,14 @@ def test_tiny_and_large_activations_are_finite():
 
 def test_nan_in_a_row_stays_in_its_row():
     arrays, w = matrix(4, 32, 64, 40, coarse=False, mins=True)
+    check_nan(lambda x: product(x, arrays, 40), w)
+
+
+def check_nan(multiply: Callable[[np.ndarray], np.ndarray], w: np.ndarray) -> None:
+    """Check that nan in a row stays in its row."""
     x = np.ones((9, len(w)), np.float32)
     x[4, 7] = np.nan
-    y = product(x, arrays, 40)
+    y = multiply(x)
     assert np.isnan(y[4]).all()
     assert np.isfinite(np.delete(y, 4, axis=0)).all()
 

@@ -10,6 +10,7 @@ import pytest
 
 from cpu_kernels import library
 from cpu_kernels.tabled_product import tabled_products
+from tests.cpu_kernels.test_packed_product import check_nan, check_product
 
 if reason := library.unavailable():
     pytest.skip(reason, allow_module_level=True)
@@ -51,14 +52,7 @@ def test_a_product_is_as_defined_and_a_row_has_the_same_bits_alone(
     outputs: int, inputs: int, sparse: float, dtype: Any, tokens: int
 ):
     arrays, w = matrix(outputs, inputs, sparse, dtype)
-    x = np.random.default_rng(1).normal(size=(tokens, inputs)).astype(np.float32)
-    (y,) = product(x, arrays)
-    want = x.astype(float) @ w
-    assert np.linalg.norm(y - want) < 1e-6 * np.linalg.norm(want)
-    less = want - x[:, 3:4].astype(float) * w[3]
-    assert np.linalg.norm(y - less) > 1e-3 * np.linalg.norm(want), "an input left out passes"
-    for t in range(tokens):
-        np.testing.assert_array_equal(product(x[t : t + 1], arrays)[0][0], y[t])
+    check_product(lambda x: product(x, arrays)[0], w, tokens)
 
 
 def test_a_row_becomes_fp32():
@@ -90,11 +84,7 @@ def test_one_call_multiplies_by_several_matrices_as_calls_of_their_own_do(tokens
 
 def test_nan_in_a_row_stays_in_its_row():
     arrays, w = matrix(40, 64, 0.05, np.float32)
-    x = np.ones((9, len(w)), np.float32)
-    x[4, 7] = np.nan
-    (y,) = product(x, arrays)
-    assert np.isnan(y[4]).all()
-    assert np.isfinite(np.delete(y, 4, axis=0)).all()
+    check_nan(lambda x: product(x, arrays)[0], w)
 
 
 @pytest.mark.parametrize(

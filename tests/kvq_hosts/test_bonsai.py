@@ -20,15 +20,8 @@ with warnings.catch_warnings(action="ignore"):  # bonsai's own
     from kvq_hosts import bonsai
 
 modeling = bonsai.modeling
-pytestmark = pytest.mark.filterwarnings("ignore")  # bonsai's own
+pytestmark = [pytest.mark.usefixtures("usual_promotion"), pytest.mark.filterwarnings("ignore")]
 TOKENS, STEPS, VOCAB = 12, 8, 64
-
-
-@pytest.fixture(autouse=True)
-def usual_promotion():
-    """Run in JAX's usual modes, which bonsai's code expects."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 def model_of() -> Any:

@@ -22,16 +22,9 @@ with warnings.catch_warnings(action="ignore"):  # tunix' own, of deprecated call
 
     from kvq_hosts import tunix
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # tunix' own
+pytestmark = [pytest.mark.usefixtures("usual_promotion"), pytest.mark.filterwarnings("ignore")]
 PROMPTS = ["a b c d e f g h", "k l m"]
 STEPS, SIZE, VOCAB = 24, 64, 64
-
-
-@pytest.fixture(autouse=True)
-def usual_promotion():
-    """Run in JAX's usual modes, which tunix' code expects."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 class Letters:

@@ -55,6 +55,13 @@ class WriterCase:
         plan = kvq.cache.layout(self.spec, dims, 1, 8 * 128, "bfloat16").plans[0]
         return plan.codecs[self.side], by_side(parameters_of(plan))[self.side], plan.regions.block
 
+    @property
+    def writer(self) -> KernelWriter:
+        codec, params, _ = self.layer
+        writer = codec.kernels.writer(params, (), False)
+        assert isinstance(writer, KernelWriter), "no kernel writes this format"
+        return writer
+
 
 CASES = (
     WriterCase("polarquant:group_size=32", 0),
@@ -104,12 +111,8 @@ def append(
     places: Places,
     launch: Launch,
 ) -> list[jax.Array]:
-    codec, params, block = case.layer
-    writer = codec.kernels.writer(params, (), False)
-    assert writer is not None, "no kernel writes this format"
-    [side], _ = append_token(
-        [Side(row, ring[:, :, :0], ring, Blocks(body, *writer))], places, block=block, launch=launch
-    )
+    changed = Side(row, ring[:, :, :0], ring, Blocks(body, *case.writer))
+    [side], _ = append_token([changed], places, block=case.layer[2], launch=launch)
     assert isinstance(side.blocks, Blocks)
     return list(side.blocks.body)
 
@@ -198,13 +201,11 @@ def test_a_block_is_that_of_its_codec_and_nothing_else_changes(case):
 @needs_mosaic
 @pytest.mark.parametrize("case", some(CASES, ON_MOSAIC), ids=lambda case: case.id)
 def test_blocks_on_mosaic_gpu_are_those_of_their_codec(case):
-    codec, params, _ = case.layer
-    writer = codec.kernels.writer(params, (), False)
-    assert isinstance(writer, KernelWriter)
-    if writer.blocks.unit == 64 and case.spec.startswith("kvquant"):
-        assert "64 tokens share slots" in str(route.unwritten(writer.blocks))
+    blocks = case.writer.blocks
+    if blocks.unit == 64 and case.spec.startswith("kvquant"):
+        assert "64 tokens share slots" in str(route.unwritten(blocks))
         return
-    assert route.unwritten(writer.blocks) is None, "Triton would write it"
+    assert route.unwritten(blocks) is None, "Triton would write it"
     check(case, Launch(interpret=True, route="mosaic"))
 
 
@@ -213,10 +214,7 @@ def test_blocks_on_mosaic_gpu_are_those_of_their_codec(case):
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_blocks_by_mosaic_on_a_gpu_are_those_of_the_interpreter(case):
-    codec, params, _ = case.layer
-    writer = codec.kernels.writer(params, (), False)
-    assert isinstance(writer, KernelWriter)
-    if reason := route.unwritten(writer.blocks):
+    if reason := route.unwritten(case.writer.blocks):
         pytest.skip(reason)
     assert not (wrong := off_by_rounding(case, Launch(route="mosaic"))), wrong
 
@@ -259,10 +257,7 @@ def test_every_case_lowers_for_cuda(case, arithmetic):
 @needs_mosaic
 @pytest.mark.parametrize("case", some(CASES, [CASES[2]]), ids=lambda case: case.id)
 def test_blocks_on_mosaic_gpu_lower_for_cuda(case):
-    codec, params, _ = case.layer
-    writer = codec.kernels.writer(params, (), False)
-    assert isinstance(writer, KernelWriter)
-    if reason := route.unwritten(writer.blocks):
+    if reason := route.unwritten(case.writer.blocks):
         pytest.skip(reason)
     text = lowered(case, Launch(route="mosaic"))
     assert "mosaic_gpu" in text
