@@ -6,16 +6,12 @@ import numpy as np
 import pytest
 
 from kvq_models import calibrate
-from tests.kvq_models.checkpoints import random_llama, random_tokens, tiny_config
+from tests.kvq_models.checkpoints import model, random_tokens
 
 LENGTH = 20
 SPEC = "kvquant:bits=2,outliers=0.1,block=8"
 KEYS_ONLY = "k=kvquant:bits=3,outliers=0.1+v=kivi:bits=2+cache:sink=1,recent=0,block=32"
 TEXT = np.asarray(random_tokens((1, 200)))[0]
-
-
-def model(**fields):
-    return random_llama(tiny_config(**fields))
 
 
 def run(work, spec=SPEC, *, llama=None, text=TEXT, **options):

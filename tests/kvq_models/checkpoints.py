@@ -7,6 +7,7 @@ weight is random.
 
 import copy
 import dataclasses
+import functools
 import json
 import pathlib
 from typing import Any
@@ -271,6 +272,12 @@ def random_llama(config: LlamaConfig, *, seed: int = 0, dtype: Any = jnp.float32
         noise = generator.standard_normal(weight.leaf.shape, np.float32)
         values[path] = jnp.asarray(_scaled(weight.name, noise).astype(weight.leaf.dtype))
     return hf_names.replace_weights(abstract, values)
+
+
+@functools.cache
+def model(model_type: str = "llama", **fields: Any) -> Llama:
+    """Return a random model that tests share, and leave as it is."""
+    return random_llama(tiny_config(model_type, **fields))
 
 
 def tiny_config(model_type: str = "llama", **fields: Any) -> LlamaConfig:

@@ -18,7 +18,6 @@ from kvq_jax.cache.size import parameter_bytes
 from kvq_models import (
     EMBEDDED,
     FlatLlama,
-    Llama,
     Sampling,
     decode_step,
     generate,
@@ -33,14 +32,11 @@ from kvq_models.inference.checked_input import checked_tokens
 from kvq_models.llama.checkpoint import open_checkpoint, read_config
 from kvq_models.llama.layer_kinds import MAX_LAYERS
 from kvq_models.llama.stored_tensor import CheckpointError
-from tests.kvq_models.checkpoints import random_llama, tiny_config
+from tests.kvq_models import checkpoints
+from tests.kvq_models.checkpoints import tiny_config
 
 pytestmark = pytest.mark.usefixtures("types_unchecked")
-
-
-@functools.cache
-def model() -> Llama:
-    return random_llama(tiny_config(num_hidden_layers=1))
+model = functools.partial(checkpoints.model, num_hidden_layers=1)
 
 
 def new_cache(batch: int = 1) -> kvq.cache.Cache:

@@ -19,7 +19,7 @@ from kvq_models.calibration.needs import needs
 from kvq_models.llama.model import causal_attention
 from kvq_models.llama.rope import rope_for, ropes_for
 from tests.exhaustive import some
-from tests.kvq_models.calibration_runs import KEYS_ONLY, LENGTH, SPEC, TEXT, model, run
+from tests.kvq_models.calibration_runs import KEYS_ONLY, LENGTH, SPEC, TEXT, run
 from tests.kvq_models.checkpoints import YARN, random_llama, random_tokens, row_errors, tiny_config
 
 # --- what a sample records
@@ -91,7 +91,7 @@ def test_a_sample_records_the_rows_of_the_exact_forward_pass_and_its_loss(dtype)
 
 def test_recorded_gradients_are_the_slopes_of_the_loss():
     """Finite differences along random directions, each in one side of one layer."""
-    llama, random = model(num_hidden_layers=3), np.random.default_rng(0)
+    llama, random = random_llama(tiny_config(num_hidden_layers=3)), np.random.default_rng(0)
     window, step = random_tokens((1, LENGTH + 1))[0], 1e-2
     _, found = recorded(llama, window)
     loss = jax.jit(lambda *a: exact(*a)[0])
@@ -141,7 +141,7 @@ def given(monkeypatch):
 def test_a_codec_gets_the_rows_that_it_caches_without_sinks_and_gradients_of_the_mean_loss(
     given, tmp_path
 ):
-    llama, sink = model(), 3
+    llama, sink = random_llama(tiny_config()), 3
     run(tmp_path / "w", f"{SPEC},sink={sink}", llama=llama)
     windows = samples.draw(TEXT, 3, LENGTH, 0, None)
     for index, name in enumerate(needs(kvq.parse(SPEC), llama.config)):
@@ -160,7 +160,7 @@ def test_a_codec_gets_the_rows_that_it_caches_without_sinks_and_gradients_of_the
 def test_keys_that_are_cached_after_rope_come_rotated_and_so_do_their_gradients(given, tmp_path):
     """A step dk before RoPE is the step rotate(dk) after it, so both gradients give the same change
     of the loss."""
-    llama = model(head_dim=32, rope_scaling=YARN)
+    llama = random_llama(tiny_config(head_dim=32, rope_scaling=YARN))
     factor = float(rope_for(llama.config, LENGTH).attention_factor)
     assert factor > 1.1, "the test needs an attention factor"
     spec = "k=kvquant:bits=2,outliers=0.1{}+v=kivi:bits=2+cache:sink=0,recent=0,block=32"

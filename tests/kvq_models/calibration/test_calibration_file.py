@@ -25,9 +25,10 @@ from kvq_models.calibration.needs import needs
 from kvq_models.llama import hf_names
 from kvq_models.llama.checkpoint import open_checkpoint
 from kvq_models.llama.rope_config import RopeConfig
-from tests.kvq_models.calibration_runs import KEYS_ONLY, SPEC, model, one_line, run
+from tests.kvq_models.calibration_runs import KEYS_ONLY, SPEC, one_line, run
 from tests.kvq_models.checkpoints import (
     CASES,
+    model,
     random_llama,
     random_tokens,
     row_errors,

@@ -11,8 +11,8 @@ import pytest
 
 from kvq_models.calibration.store import Identity
 from kvq_models.llama import hf_names
-from tests.kvq_models.calibration_runs import LENGTH, SPEC, TEXT, model, one_line, run
-from tests.kvq_models.checkpoints import random_llama, tiny_config
+from tests.kvq_models.calibration_runs import LENGTH, SPEC, TEXT, one_line, run
+from tests.kvq_models.checkpoints import model, random_llama, tiny_config
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "short text": (

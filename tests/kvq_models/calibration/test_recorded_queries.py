@@ -13,8 +13,8 @@ from kvq_models.calibration.activations import LAST_QUERIES, record
 from kvq_models.calibration.store import _checksum
 from kvq_models.llama.model import layer_forward
 from kvq_models.llama.rope import ropes_for
-from tests.kvq_models.calibration_runs import LENGTH, model, one_line, run
-from tests.kvq_models.checkpoints import random_llama, random_tokens, tiny_config
+from tests.kvq_models.calibration_runs import LENGTH, one_line, run
+from tests.kvq_models.checkpoints import model, random_llama, random_tokens, tiny_config
 
 SPEC = "k=block_gtq:scale_dtype=float32+v=int2+cache:sink=1,recent=0,block=32"
 

@@ -14,7 +14,7 @@ from kvq_models import decode_step, forward, prefill, right_padded, score
 from pallas_kernels.launch import Launch
 from tests.compile_options import USUAL_COMPILE
 from tests.exhaustive import some
-from tests.kvq_models.checkpoints import random_llama, random_tokens, row_errors, tiny_config
+from tests.kvq_models.checkpoints import model, random_tokens, row_errors
 
 CAPACITY = 96
 LENGTH = 72
@@ -24,11 +24,6 @@ SPECS = ("dense", KIVI, f"{KIVI},pre_rope=true", INNERQ)
 EIGHT_BITS = "k=kivi:bits=8,pre_rope=true+v=innerq:bits=8+cache:recent=8,block=8,sink=2"
 step = jax.jit(decode_step, donate_argnames="cache")
 xla_step = jax.jit(functools.partial(decode_step, implementation="xla"), donate_argnames="cache")
-
-
-@functools.cache
-def model(**fields):
-    return random_llama(tiny_config(**fields))
 
 
 def new_cache(spec, batch=2, capacity=CAPACITY):
@@ -163,16 +158,9 @@ def test_inactive_rows_freeze():
 def test_a_decode_step_needs_little_memory_beside_the_cache(spec):
     """Temporary memory is far below one layer's cache, in bfloat16 too, and the cache is updated in
     place."""
-    config = tiny_config(
-        hidden_size=256,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        num_hidden_layers=2,
-    )
     # float32: a CPU would widen bfloat16 weights, which are not measured here
-    llama = random_llama(config)
-    cache = kvq.cache.layout(spec, config, 1, 131072, "bfloat16")
+    llama = model(hidden_size=256, num_key_value_heads=2, head_dim=64)
+    cache = kvq.cache.layout(spec, llama.config, 1, 131072, "bfloat16")
     lowered = step.lower(llama, cache, jax.ShapeDtypeStruct((1,), jnp.int32))
     compiled = lowered.compile(USUAL_COMPILE).memory_analysis()
     layer = kvq.size.nbytes(cache.layers[0])

@@ -1,7 +1,6 @@
 """Meaningless values are reported: weights and logits that are not finite, rows beyond the cache's
 dtype, a consumed cache."""
 
-import functools
 import pickle
 
 import jax
@@ -11,17 +10,12 @@ import pytest
 
 import kvq_jax as kvq
 from kvq_jax.cache.overflow import Overflow
-from kvq_models import Llama, generate, load_llama, save_llama
+from kvq_models import generate, load_llama, save_llama
 from kvq_models.inference import checked_input
 from kvq_models.inference.engine.engine import Engine
 from kvq_models.inference.engine.requests import Ended, Request
 from kvq_models.llama.stored_tensor import CheckpointError
-from tests.kvq_models.checkpoints import random_llama, tiny_config
-
-
-@functools.cache
-def model() -> Llama:
-    return random_llama(tiny_config(num_hidden_layers=1))
+from tests.kvq_models.checkpoints import model, random_llama, tiny_config
 
 
 def test_weights_that_are_not_finite_are_refused_by_name(tmp_path):
@@ -66,12 +60,13 @@ def test_rows_beyond_the_caches_dtype_are_told_and_named():
 
 
 def test_a_consumed_cache_says_where_it_went(tmp_path):
-    cache = kvq.init_cache("dense", model().config, 1, 32)
+    llama = model(num_hidden_layers=1)
+    cache = kvq.init_cache("dense", llama.config, 1, 32)
     taken = jax.jit(
         lambda c: jax.tree.map(lambda a: a + jnp.ones((), a.dtype), c), donate_argnums=0
     )(cache)
     uses = {
-        "checked_tokens": lambda c: checked_input.checked_tokens(model(), c, [[1]], None),
+        "checked_tokens": lambda c: checked_input.checked_tokens(llama, c, [[1]], None),
         "begin": lambda c: kvq.begin(c, 1, prefill=False),
         "trim": lambda c: kvq.rows.trim(c, [1]),
         "select_rows": lambda c: kvq.rows.select(c, [0]),

@@ -2,7 +2,6 @@
 seed, alone or in a batch. Sampling keeps the right tokens."""
 
 import dataclasses
-import functools
 import importlib.util
 
 import jax
@@ -26,9 +25,8 @@ from tests.kvq_models.checkpoints import (
     CASES,
     SIZES,
     build_checkpoint,
-    random_llama,
+    model,
     random_tokens,
-    tiny_config,
 )
 
 needs_torch = pytest.mark.skipif(
@@ -36,11 +34,6 @@ needs_torch = pytest.mark.skipif(
     reason="transformers' models need torch (extra parity)",
 )
 NEW = 64
-
-
-@functools.cache
-def model():
-    return random_llama(tiny_config())
 
 
 def new_cache(spec="dense", batch=2, config=None, capacity=128):

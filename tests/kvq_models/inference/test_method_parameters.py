@@ -1,8 +1,6 @@
 """Parameters and caches that do not belong together are refused. Matching ones are used without
 another trace."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +12,7 @@ from kvq_models.llama.model import Llama
 from kvq_tools.evaluation.forward import hidden_states
 from tests.exhaustive import some
 from tests.kvq_models import calibration_runs
-from tests.kvq_models.checkpoints import random_llama, random_tokens, row_errors, tiny_config
+from tests.kvq_models.checkpoints import model, random_tokens, row_errors
 
 LENGTH = 24
 CL = "xquant_cl:base_layer=0,bits=8,block=8,latent=false"
@@ -26,11 +24,6 @@ SERVED = [
     ("xquant:bits=8,block=8", "xquant:bits=4,block=16,skip_layers=1"),
     ("int8:subtract_bias=true", "int8"),
 ]
-
-
-@functools.cache
-def model(model_type: str = "llama") -> Llama:
-    return random_llama(tiny_config(model_type))
 
 
 def empty(spec: str) -> kvq.cache.Cache:

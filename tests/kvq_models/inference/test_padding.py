@@ -19,11 +19,13 @@ from kvq_models.inference.layers import run_layers
 from kvq_models.inference.padding import bucket, padded
 from kvq_models.inference.prompts import read_hidden, read_prompt
 from tests.kvq_jax.layer_runs import beyond_rounding, live, parameters_of
+from tests.kvq_models import checkpoints
 from tests.kvq_models.checkpoints import random_llama, random_tokens, row_errors, tiny_config
 from tests.methods_table import cases
 
 CAPACITY = 50  # not the width of a program
 compiled: list[str] = []
+model = functools.partial(checkpoints.model, num_hidden_layers=1)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -43,11 +45,6 @@ def counted() -> Iterator[list[str]]:
     before, found = len(compiled), []
     yield found
     found += compiled[before:]
-
-
-@functools.cache
-def model():
-    return random_llama(tiny_config(num_hidden_layers=1))
 
 
 def new_cache(spec: kvq.cache.CacheSpec | str = "dense", batch=1, capacity=CAPACITY, config=None):
