@@ -74,29 +74,16 @@ def triton_call(
 
 
 def whole_array_but(
-    axes: int,
-    array: jax.Array | jax.ShapeDtypeStruct,
-    grid_axes: Sequence[int],
-    programs: Sequence[int] | None = None,
+    axes: int, array: jax.Array | jax.ShapeDtypeStruct, grid_axes: Sequence[int]
 ) -> pl.BlockSpec:
     """Return the block that fixes the first `axes` axes of an array at program ids (grid_axes[i]
-    for axis i) and leaves the rest whole.
-
-    If an axis is shorter than the grid's (`programs` long), neighbouring programs share an entry.
-    Without `programs` it may be 1 long.
+    for axis i, which may be 1 long) and leaves the rest whole.
 
     Nothing is copied: a Triton block is a pointer, and a kernel loads only what it indexes.
     """
-    rest = array.ndim - axes
-
-    def entry(ids: Sequence[Any], i: int) -> Any:
-        size = array.shape[i]
-        if size == 1:
-            return 0
-        shared = 1 if programs is None else programs[i] // size
-        return ids[grid_axes[i]] if shared == 1 else ids[grid_axes[i]] // shared
 
     def index(*ids: Any) -> tuple[Any, ...]:
-        return (*(entry(ids, i) for i in range(axes)), *[0] * rest)
+        fixed = (0 if array.shape[i] == 1 else ids[grid_axes[i]] for i in range(axes))
+        return (*fixed, *[0] * (array.ndim - axes))
 
     return pl.BlockSpec((*[None] * axes, *array.shape[axes:]), index)

@@ -120,14 +120,14 @@ def _baseline(shape: Shape, name: str, function: Callable, dtype: str) -> Candid
         f"{name}, {dtype}",
         dtype,
         lambda: jax.block_until_ready(program(q, layers, length)),
-        _baseline_error(program(q, layers, length)[0], q, *layers[0], length),
+        _baseline_error(program(q, layers, length)[0], q, *layers[0]),
         kvq.size.nbytes(layers[0]),
         attend.lower(q, layers[:1], length).compile().memory_analysis(),
         len(layers),
     )
 
 
-def _baseline_error(output: Array, q: Array, k: Array, v: Array, length: Array) -> float:
+def _baseline_error(output: Array, q: Array, k: Array, v: Array) -> float:
     q, k, v = first_row((q, k, v))
     rows = q.shape[1] * q.shape[2]
     want = reference.attend(q.reshape(1, rows, 1, -1), k, v, jnp.ones((1, 1, k.shape[2]), bool))
@@ -152,7 +152,7 @@ def _cache(shape: Shape, name: str, plan: LayerPlan, route: Route) -> Candidate:
 
     params = random_parameters(plan)
     states, inputs = (
-        [random_layer(plan, shape.batch, "float32") for _ in range(_layers(shape))],
+        [random_layer(plan, shape.batch) for _ in range(_layers(shape))],
         _inputs(shape),
     )
     memory = decode.lower(states[:1], inputs).compile().memory_analysis()

@@ -107,9 +107,7 @@ def _prepared(plain: Llama, spec: str) -> Llama:
 def random_cache(llama: Llama, spec: str, shape: Shape, capacity: int) -> kvq.cache.Cache:
     """Return a cache of `tokens` tokens with random contents."""
     cache = kvq.init_cache(spec, llama.config, shape.batch, capacity, "float32")
-    layers = tuple(
-        random_layer(plan, shape.batch, "float32", seed) for seed, plan in enumerate(cache.plans)
-    )
+    layers = tuple(random_layer(plan, shape.batch, seed) for seed, plan in enumerate(cache.plans))
     return dataclasses.replace(
         cache, layers=layers, lengths=jnp.full_like(cache.lengths, shape.tokens)
     )

@@ -70,7 +70,7 @@ def implementations(spec: str, batch: int, tokens: int) -> list[Implementation]:
     plan = kvq.layer_plan(spec, dims, layer=0, capacity=tokens + 256, dtype="float32")
     pages = paged_plan(plan)
     lengths = jnp.full((batch,), tokens, jnp.int32)
-    dense = LayerCache(random_layer(plan.layer, batch, "float32"), lengths)
+    dense = LayerCache(random_layer(plan.layer, batch), lengths)
     in_order = np.arange(batch * pages.width)
     shuffled = np.random.default_rng(0).permutation(in_order)
     chosen = [

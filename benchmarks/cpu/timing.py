@@ -222,9 +222,9 @@ def _peak(memory: Any) -> int:
     )
 
 
-def random_layer(plan: LayerPlan, batch: int, dtype: str, seed: int = 0) -> LayerState:
-    """Fill a layer with random codes, scales and rows: the contents of a cache do not change its
-    speed, and this needs no prompt."""
+def random_layer(plan: LayerPlan, batch: int, seed: int = 0) -> LayerState:
+    """Fill a float32 layer with random codes, scales and rows: the contents of a cache do not
+    change its speed, and this needs no prompt."""
     rng = np.random.default_rng(seed)
 
     def floats(shape: tuple[int, ...], dtype: Any) -> jax.Array:
@@ -238,7 +238,7 @@ def random_layer(plan: LayerPlan, batch: int, dtype: str, seed: int = 0) -> Laye
             )
         return spec.store(floats(struct.shape, spec.dtype))
 
-    layout = plan.layout(batch, dtype)
+    layout = plan.layout(batch, "float32")
     body = tuple(
         jax.tree.map(values, codec.body(1, 1, plan.regions.block), side)
         for codec, side in zip(plan.codecs, layout.body, strict=True)
@@ -247,7 +247,7 @@ def random_layer(plan: LayerPlan, batch: int, dtype: str, seed: int = 0) -> Laye
         lambda struct: floats(struct.shape, struct.dtype), (layout.sink, layout.ring)
     )
     sink, ring = windows
-    return dataclasses.replace(plan.init(batch, dtype), sink=sink, ring=ring, body=body)
+    return dataclasses.replace(plan.init(batch, "float32"), sink=sink, ring=ring, body=body)
 
 
 def random_parameters(plan: LayerPlan) -> Tree:

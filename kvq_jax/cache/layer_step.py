@@ -339,7 +339,7 @@ def _on_shards(
     """Run `_layer_step` or `_layer_append` on every shard of a placement."""
     states, carries = state_partition(plan, placement), carry_partition(placement)
     described = functools.partial(parameter_axes, plan, dims, params)
-    parameters = parameter_partition(plan, placement, described, params)
+    parameters = parameter_partition(placement, described, params)
     attention = placement.along("batch", "heads", "none", "channels")
     local = functools.partial(through, plan.share(placement.size("heads")), prefill, route)
     run = on_shards(

@@ -321,7 +321,7 @@ def _trim_layer_on_shards(
     ) -> tuple[LayerState, Array | None]:
         states, rows = state_partition(plan, placement), placement.along("batch")
         described = functools.partial(parameter_axes, plan, dims, params)
-        parameters = parameter_partition(plan, placement, described, params)
+        parameters = parameter_partition(placement, described, params)
         carried = placement.along("batch", "none", "tokens", "model", body=True)
         local = functools.partial(_trim_layer, plan.share(placement.size("heads")))
         arguments = (parameters, states, rows, rows, carried)

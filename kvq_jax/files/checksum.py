@@ -105,15 +105,15 @@ def read_tensor(file: Any, where: str, name: str) -> np.ndarray:
     return file.get_tensor(name)
 
 
-def read_tensors(file: Any, where: str, *, required: bool) -> dict[str, np.ndarray]:
+def read_tensors(file: Any, where: str) -> dict[str, np.ndarray]:
     """Return all tensors of an open safetensors file by their names. Raise as `read_tensor` and
-    `Checksum.check`."""
+    `Checksum.check`, which requires a checksum."""
     tensors, checksum = {}, Checksum()
     names = file.keys()
     for name in names:
         tensors[name] = read_tensor(file, where, name)
         checksum.add(name, tensors[name])
-    checksum.check(where, file.metadata() or {}, required=required)
+    checksum.check(where, file.metadata() or {}, required=True)
     return tensors
 
 

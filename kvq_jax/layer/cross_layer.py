@@ -36,7 +36,7 @@ def advance(plan: LayerPlan, params: Tree, state: LayerState, live: LengthsB, ca
     size, batch = plan.regions.held_capacity, live.shape[0]
     spec = cross.accumulator(batch, size)
     tokens, wide = spec.axis("tokens"), spec["model"].size
-    stored = jnp.zeros(spec.shape, spec.struct.dtype) if cross.starts else incoming(plan, carry)
+    stored = jnp.zeros(spec.shape, spec.struct.dtype) if cross.starts else incoming(carry)
     if not size:
         return stored
     block = plan.regions.block
@@ -57,7 +57,7 @@ def advance(plan: LayerPlan, params: Tree, state: LayerState, live: LengthsB, ca
     return lax.fori_loop(0, -(-jnp.max(plan.regions.held(live)) // chunk), step, stored)
 
 
-def incoming(plan: LayerPlan, carry: Tree) -> Array:
+def incoming(carry: Tree) -> Array:
     """Return the accumulator from the layer below. Raise ValueError if there is none."""
     if not jax.tree.leaves(carry):
         raise ValueError(
@@ -77,7 +77,7 @@ def tokens_of(
         return None
     spec = cross.accumulator(1, 1)
     entries = jnp.take_along_axis(
-        incoming(plan, carry), index[..., None], axis=spec.axis("tokens"), mode="clip"
+        incoming(carry), index[..., None], axis=spec.axis("tokens"), mode="clip"
     )
     return spec.load(entries)[:, None]
 

@@ -53,24 +53,19 @@ def carry_partition(placement: Placement) -> PartitionSpec:
     return placement.along("batch", "tokens", "model", body=True)
 
 
-def parameter_partition(
-    plan: LayerPlan, placement: Placement, described: Callable[[], Tree], params: Tree
-) -> Tree:
+def parameter_partition(placement: Placement, described: Callable[[], Tree], params: Tree) -> Tree:
     """Return the PartitionSpec of a layer's method parameters. `described` returns their axes, and
     is called only if heads are split."""
     if placement.size("heads") == 1 or not jax.tree.leaves(params):
         return PartitionSpec()
     specs = described()
-    if jax.tree.structure(specs, is_leaf=_is_spec) != jax.tree.structure(params):
+    structure = jax.tree.structure(specs, is_leaf=lambda node: isinstance(node, ArraySpec))
+    if structure != jax.tree.structure(params):
         raise ValueError(
             "the method's parameters are not those that it describes, so they cannot be split along"
             " heads"
         )
     return placement.partitions(specs)
-
-
-def _is_spec(node: Any) -> bool:
-    return isinstance(node, ArraySpec)
 
 
 def on_shards(

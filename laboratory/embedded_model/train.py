@@ -106,15 +106,11 @@ def prepare_data(
     return load_tokenizer(out), load_file(streams_file)
 
 
-def make_probe(
-    streams: dict[str, np.ndarray],
-    tokenizer: Tokenizer,
-    length: int = PROBE_LENGTH,
-    rows: int = PROBE_ROWS,
-) -> Probe:
+def make_probe(streams: dict[str, np.ndarray], tokenizer: Tokenizer) -> Probe:
     synthetic = SyntheticRows(tokenizer, streams["held_out"])
-    made = [synthetic.row(length, np.random.default_rng((7, row))) for row in range(rows)]
-    text_rows = corpus.evaluation_rows(streams["held_out"], length, rows)
+    rngs = (np.random.default_rng((7, row)) for row in range(PROBE_ROWS))
+    made = [synthetic.row(PROBE_LENGTH, rng) for rng in rngs]
+    text_rows = corpus.evaluation_rows(streams["held_out"], PROBE_LENGTH, PROBE_ROWS)
     return Probe(
         text_rows,
         np.stack([tokens for tokens, _ in made]),

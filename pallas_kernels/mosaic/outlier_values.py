@@ -108,7 +108,7 @@ def outlier_values(
             place = program + unit
             for g, of_head in enumerate(sums):
                 _store(o_ref.at[place], jnp.sum(of_head, axis=0), g, ops.interpret)
-            _store_bounds(m_ref.at[place], l_ref.at[place], largest, ops.interpret)
+            _store_bounds(m_ref.at[place], l_ref.at[place], largest)
             return at + tiles
 
         lax.while_loop(lambda at: at < end, read, begin)
@@ -250,7 +250,7 @@ def _store(ref: Any, x: jax.Array, head: int, interpret: bool) -> None:
     store(ref, x)
 
 
-def _store_bounds(m_ref: Any, l_ref: Any, largest: Sequence[Any], interpret: bool) -> None:
+def _store_bounds(m_ref: Any, l_ref: Any, largest: Sequence[Any]) -> None:
     """Store m of each query head, and l = 0."""
     for g, bound in enumerate(largest):
         m_ref[g], l_ref[g] = bound, jnp.zeros_like(bound)

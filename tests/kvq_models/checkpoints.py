@@ -230,9 +230,7 @@ CASES |= {
 }
 
 
-def build_checkpoint(
-    directory: pathlib.Path, case: CheckpointCase, *, seed: int = 0, max_shard_size: str = "5GB"
-) -> Any:
+def build_checkpoint(directory: pathlib.Path, case: CheckpointCase) -> Any:
     """Save the case's random float32 checkpoint with transformers and return the torch model. Needs
     torch."""
     import torch
@@ -245,12 +243,12 @@ def build_checkpoint(
     model = AutoModelForCausalLM.from_config(
         config, dtype=torch.float32, attn_implementation="eager"
     ).eval()
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(_scaled(name, noise))
-    model.save_pretrained(directory, max_shard_size=max_shard_size)
+    model.save_pretrained(directory)
     _respell(directory / "config.json", case)
     return model
 

@@ -214,7 +214,7 @@ def read_calibration(
         calibration = _described(path, file.metadata() or {})
         stored = {name: _array(file.get_slice(name)) for name in list(file.keys())}
         names = check(where, calibration, stored, spec, config, model_fingerprint)
-        tensors = read_tensors(file, where, required=True)
+        tensors = read_tensors(file, where)
     tensors = {name: tensors[name] for name in names}
     calibration = dataclasses.replace(
         calibration, keys={name: calibration.keys[name] for name in needed}, tensors=tensors

@@ -164,7 +164,7 @@ class Store:
             header = self._fitted_header(layer, side, options)
             with safe_open(file, framework="numpy") as stored:
                 if (stored.metadata() or {}).items() >= header.items():
-                    return read_tensors(stored, repr(str(file)), required=True)
+                    return read_tensors(stored, repr(str(file)))
         except (OSError, SafetensorError, ValueError):
             pass  # fit damaged ones again, like missing ones
         return None

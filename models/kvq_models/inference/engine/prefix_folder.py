@@ -67,7 +67,7 @@ class PrefixFolder:
             if not stat.S_ISREG(path.stat().st_mode):
                 raise ValueError(f"{str(path)!r} is no regular file")  # reading it could wait
             with safe_open(path, framework="numpy") as file:
-                tensors = read_tensors(file, repr(str(path)), required=True)
+                tensors = read_tensors(file, repr(str(path)))
                 header = file.metadata()
             stated = [header.get(name) for name in ("format", "version", "key")]
             if stated != [FORMAT, VERSION, key.hex()]:
