@@ -241,7 +241,9 @@ def clock_jumps(folder: Path) -> Iterator[Inject]:
     """Let the time of day jump by up to 30 years at every look at it, while prefixes are kept in a
     folder that holds one of the prompts, and files are dated at random."""
     engine = engine_of(PrefixStore(LIMIT))
-    requests = [dataclasses.replace(QUESTIONS[i % 2], prompt=_turned(i)) for i in range(4)]
+    requests = [
+        dataclasses.replace(QUESTIONS[i % 2], prompt=PROMPT[i:] + PROMPT[:i]) for i in range(4)
+    ]
     expected = answers(engine, requests)
     assert engine._rows is not None
     now = time.time_ns()
@@ -273,10 +275,6 @@ def clock_jumps(folder: Path) -> Iterator[Inject]:
         return _judged(given, expected, bool(messages))
 
     yield inject
-
-
-def _turned(i: int) -> tuple[int, ...]:
-    return PROMPT[i:] + PROMPT[:i]
 
 
 def _misplaced() -> contextlib.AbstractContextManager[object]:

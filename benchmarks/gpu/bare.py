@@ -29,7 +29,7 @@ def install() -> list[str]:
     """Install replacements of missing packages as modules, and return their names."""
     replaced = []
     for name, make in {
-        "jaxtyping": _jaxtyping,
+        "jaxtyping": lambda: [_Jaxtyping("jaxtyping")],
         "flax": _flax,
         "filelock": _filelock,
         "safetensors": _safetensors,
@@ -54,10 +54,6 @@ class _Jaxtyping(types.ModuleType):
         if name.startswith("__"):
             raise AttributeError(name)
         return _Shaped
-
-
-def _jaxtyping() -> list[types.ModuleType]:
-    return [_Jaxtyping("jaxtyping")]
 
 
 @jax.tree_util.register_pytree_node_class

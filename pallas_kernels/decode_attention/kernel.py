@@ -165,7 +165,8 @@ def attention_in_pieces(
     if lower is not None:
         _check_window(k, v)
         q, segments = lower.queries(q), lower.segments
-    padded = _padded(q.astype(jnp.float32), columns)
+    missing = columns - q.shape[2]
+    padded = jnp.pad(q.astype(jnp.float32), ((0, 0), (0, 0), (0, missing), (0, 0)))
     tuning = tuning or tuning_for(k, v, columns, capacity, launch.asm)
     _check(capacity, tuning.tile, k, v)
     # Padding is scaled too: XLA prepares queries of one size in one launch.
@@ -254,10 +255,6 @@ def _check(capacity: int, tile: int, k: Reader, v: Reader) -> None:
         raise ValueError(
             f"{tile=}: these keys and values are read in tiles of at most {longest} tokens"
         )
-
-
-def _padded(rows: Float[Array, "B K G X"], count: int) -> Float[Array, "B K R X"]:
-    return jnp.pad(rows, ((0, 0), (0, 0), (0, count - rows.shape[2]), (0, 0)))
 
 
 def _kernel(

@@ -29,7 +29,7 @@ from pallas_kernels.mosaic.outliers import iota
 from pallas_kernels.mosaic.quantize_table import COLUMNS, Pool, on_columns
 from pallas_kernels.mosaic.registers import LANES, ROWS, SIDE, WARPS, element, ref_dtype
 from pallas_kernels.mosaic.shuffles import moved_rows, scalar
-from pallas_kernels.quantize.outlier_slots import MAX_DROPPED, Slots, smallest_kept
+from pallas_kernels.quantize.outlier_slots import MAX_DROPPED, Slots, magnitude_bits, smallest_kept
 from pallas_kernels.quantize.table import Ranges
 
 SHAPE = WARPS, SIDE, COLUMNS
@@ -48,7 +48,8 @@ def collect(pool: Pool, ranges: Ranges | None, head: Any, number: Any, refs: Seq
     """
     slots, heads = pool.blocks.slots, pool.heads
     assert slots is not None, "the caller has slots"
-    work = _Counting(pool, ranges, pool.middles(), _values(pool))
+    values = [pool.values[0, i] for i in range(1 << pool.blocks.layout.bits)]
+    work = _Counting(pool, ranges, pool.middles(), values)
     index_ref, residual_ref, ends_ref, *dropped_ref = refs
     sides = index_ref.at[number], residual_ref.at[number]
     before, total = work.counted(head, lambda bits: bits > -1)
@@ -71,7 +72,7 @@ def collect(pool: Pool, ranges: Ranges | None, head: Any, number: Any, refs: Seq
         """Return the mask of kept entries, their residuals, and the number of equal ones of each
         row so far."""
         mask, residual = work.residuals(head, chunk * COLUMNS)
-        bits = _bits(residual)
+        bits = magnitude_bits(residual)
         keeps = mask & (bits > minimum)
         if slots.overflows:
             equal = mask & (bits == minimum)
@@ -94,7 +95,7 @@ def collect(pool: Pool, ranges: Ranges | None, head: Any, number: Any, refs: Seq
 
         def equal(chunk: Any, rows: jax.Array) -> Any:
             mask, residual = work.residuals(head, chunk * COLUMNS)
-            return mask & (_bits(residual) == minimum), rows
+            return mask & (magnitude_bits(residual) == minimum), rows
 
         equals = equal_before + work.rows_before(row_totals(equal, equals))[0]
 
@@ -124,10 +125,6 @@ def collect(pool: Pool, ranges: Ranges | None, head: Any, number: Any, refs: Seq
         _clear(slots, end, sides, pool.interpret)
 
 
-def _values(pool: Pool) -> list[jax.Array]:
-    return [pool.values[0, i] for i in range(1 << pool.blocks.layout.bits)]
-
-
 @dataclasses.dataclass(frozen=True)
 class _Counting:
     """Counts of outliers. All arrays are [WARPS, SIDE, COLUMNS]."""
@@ -155,7 +152,7 @@ class _Counting:
 
         def add(other: Any, first: Any, sums: Any) -> Any:
             mask, residual = self.residuals(other, first)
-            here = jnp.where(mask & counts(_bits(residual)), 1, 0)
+            here = jnp.where(mask & counts(magnitude_bits(residual)), 1, 0)
             return sums[0] + jnp.where(other < head, here, 0), sums[1] + here
 
         nothing = splat(SHAPE, 0, jnp.int32)
@@ -194,11 +191,6 @@ class _Counting:
         ones = ops.stacked([ones], ROWS)  # as many rows as a product has
         counts = ops.product(splat((WARPS, ROWS, COLUMNS), 0.0), ones, triangle)
         return counts[:, :SIDE].astype(jnp.int32)
-
-
-def _bits(residual: jax.Array) -> jax.Array:
-    """Return the bits of the magnitudes, which have the same order as the magnitudes."""
-    return lax.bitcast_convert_type(jnp.abs(residual), jnp.int32)
 
 
 def _of_rows(mask: jax.Array) -> jax.Array:

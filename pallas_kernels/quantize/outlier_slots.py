@@ -95,7 +95,7 @@ def collect(
     place, equals = before, equal_before
     for span in spans:
         mask, residual = residuals(head, span)
-        bits = _bits(residual)
+        bits = magnitude_bits(residual)
         kept = mask & (bits > minimum)
         if slots.overflows:
             equal = mask & (bits == minimum)
@@ -138,7 +138,7 @@ def _count(
     total = jnp.int32(0)
     for span in spans:
         mask, residual = residuals(head, span)
-        total = total + _sum(mask & counts(_bits(residual)))
+        total = total + _sum(mask & counts(magnitude_bits(residual)))
     return total
 
 
@@ -160,7 +160,7 @@ def smallest_kept(slots: int, total: Array, larger: Callable[[Array], Array]) ->
     return lax.while_loop(lambda bounds: bounds[0] < bounds[1], halve, bounds)[1]
 
 
-def _bits(residual: Tile) -> Int[Array, "32 H"]:
+def magnitude_bits(residual: Tile) -> Int[Array, "32 H"]:
     """Return the bits of the magnitudes, which have the same order as the magnitudes."""
     return lax.bitcast_convert_type(jnp.abs(residual), jnp.int32)
 

@@ -126,7 +126,7 @@ class FloatCodec(OneSideCodec):
             lambda: no_gpu,
             functools.partial(native_bodies.floats, self.format, pre_rope=self.pre_rope),
             self._kernel_arrays,
-            sum=None if self.sequence == "none" else self._summed,
+            sum=None if self.sequence == "none" else functools.partial(self._scaled, ()),
         )
 
     def _kernel_arrays(self, params: Tree, body: FloatArray) -> list[Array]:
@@ -134,9 +134,6 @@ class FloatCodec(OneSideCodec):
             return [*body.words]
         codes = jnp.arange(1 << self.format.element.bits, dtype=jnp.uint16)
         return [*body.words, decode(codes, self.format.element), body.scale]
-
-    def _summed(self, stats: Tree, weighted: Float[Array, "B K R H"]) -> Float[Array, "B K R H"]:
-        return self._scaled((), stats, weighted)
 
     def _statistics(self, params: Tree, inputs: LayerInputs) -> Tree:
         """Return s = HEADROOM max|x| / largest, over the valid, finite entries of the first

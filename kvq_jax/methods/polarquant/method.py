@@ -126,15 +126,11 @@ class PolarCodec(Codec):
         )
         counted = inputs.valid[:, None, :, None] & finite
         largest = jnp.max(jnp.where(counted, radius, 0), axis=2, keepdims=True)
-        return largest / self._maximum
+        return largest / ((1 << self.format.radius_bits) - 1)
 
     def _steps_spec(self, batch: int, heads: int) -> ArraySpec:
         step = Axis("none", 1), Axis("pairs", self.format.half)
         return ArraySpec((Axis("batch", batch), Axis("kv_heads", heads), *step), "float32")
-
-    @property
-    def _maximum(self) -> int:
-        return (1 << self.format.radius_bits) - 1
 
 
 @dataclasses.dataclass(frozen=True)
