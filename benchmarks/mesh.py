@@ -246,9 +246,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--rounds", type=int, default=32, metavar="R", help="timed steps (default: %(default)s)"
     )
     parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="two meshes, 256 tokens: to see that it runs",
+        "--quick", action="store_true", help="two meshes, 256 tokens: to see that it runs"
     )
     parser.add_argument("--json", metavar="FILE", help="write the rows")
     args = parser.parse_args(argv)

@@ -12,14 +12,7 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from benchmarks import (
-    claims,
-    front_speeds,
-    measured_caches,
-    mesh,
-    serving_report,
-    serving_start,
-)
+from benchmarks import claims, front_speeds, measured_caches, mesh, serving_report, serving_start
 from benchmarks.cpu import page as cpu_page
 from benchmarks.cpu.request import report as request
 from benchmarks.cpu.timing import CpuReport
@@ -171,10 +164,7 @@ def render(folder: pathlib.Path) -> dict[str, str]:
     if protocol:
         other = front_page.other_report(folder / front_page.OTHER_FILE.name)
         index.append(front_page.section(protocol, "", other))
-    index += [
-        "## Pages",
-        table(HEAD, (index_line(*entry) for entry in reports)),
-    ]
+    index += ["## Pages", table(HEAD, (index_line(*entry) for entry in reports))]
     made = {name: text + "\n" for name, text in ({INDEX: "\n\n".join(index)} | pages).items()}
     if folder != RESULTS:
         return made

@@ -30,14 +30,7 @@ import numpy as np
 
 import kvq_jax as kvq
 from benchmarks.report_file import arguments, cores, header
-from benchmarks.serving_report import (
-    ALONE,
-    PrefixRow,
-    RoomRow,
-    ServingReport,
-    ServingRow,
-    page,
-)
+from benchmarks.serving_report import ALONE, PrefixRow, RoomRow, ServingReport, ServingRow, page
 from kvq_models import load_llama, prepare
 from kvq_models.inference import generation
 from kvq_models.inference.engine.engine import Engine

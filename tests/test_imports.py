@@ -161,10 +161,7 @@ def test_imports_run_one_way():
         ("kvq_jax/cache/accounting.py", "from kvq_jax.arrays.codebook_array import CodebookArray"),
         ("kvq_tools/cli/commands/doctor.py", "from kvq_jax.codecs import grouped"),
         ("models/kvq_models/calibration/fit.py", "from kvq_jax.methods.kvquant import codec"),
-        (
-            "models/kvq_models/llama/config.py",
-            "from kvq_models.inference.sampling import Sampling",
-        ),
+        ("models/kvq_models/llama/config.py", "from kvq_models.inference.sampling import Sampling"),
         ("kvq_hosts/linen.py", "from cpu_kernels.library import unavailable"),
     ],
 )

@@ -170,10 +170,7 @@ STORED = {
         _save_model, lambda folder: read_config(folder / "model"), ("model/config.json",), False
     ),
     "tokenizers": Stored(
-        _save_model,
-        read_words,
-        ("model/tokenizer.json", "model/tokenizer_config.json"),
-        False,
+        _save_model, read_words, ("model/tokenizer.json", "model/tokenizer_config.json"), False
     ),
     "GGUF files": Stored(write_gguf, read_gguf, ("file.gguf",), False),
     "prompts": Stored(write_prompts, read_prompts, ("prompts.jsonl",), False),

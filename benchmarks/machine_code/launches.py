@@ -123,11 +123,7 @@ class LaunchReport(Report):
 
 
 def measure(
-    spec: str,
-    batch: int,
-    target: Target = H200,
-    tokens: int = 32768,
-    route: KernelRoute = "triton",
+    spec: str, batch: int, target: Target = H200, tokens: int = 32768, route: KernelRoute = "triton"
 ) -> Row:
     """Compile a step of LAYERS layers of Llama 3.1 8B and count what its last but one layer
     launches."""

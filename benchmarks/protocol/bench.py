@@ -30,14 +30,7 @@ from kvq_models.calibration.fit import calibrate
 from kvq_models.calibration.needs import needs
 from kvq_models.llama.model import HiddenBTD
 from kvq_tools.evaluation import program_memory
-from kvq_tools.evaluation.protocol import (
-    ScoredText,
-    Sizes,
-    cut,
-    exact_share,
-    measure,
-    tokenized,
-)
+from kvq_tools.evaluation.protocol import ScoredText, Sizes, cut, exact_share, measure, tokenized
 from kvq_tools.processor import processor_name
 
 TOGETHER = {"prompt": 8, "decoded": 1}  # caches that share the pass over a prompt

@@ -33,11 +33,7 @@ SOURCES = FILE, OTHER_FILE
 PAGE = pathlib.Path(__file__).parents[2] / "README.md"
 BEGIN = "<!-- made by python -m benchmarks.results_page -->"
 LENGTH = 2048
-HEAD = (
-    "cache",
-    "resident bits",
-    *(f"resident GiB, batch {batch}" for batch in COMPARED_BATCHES),
-)
+HEAD = ("cache", "resident bits", *(f"resident GiB, batch {batch}" for batch in COMPARED_BATCHES))
 A_TEXT = {"encyclopedia": "an encyclopedia", "novel": "a novel"}
 COLUMNS = {"decoded": "KL, decoded", "prompt": "KL, after a prompt"}
 

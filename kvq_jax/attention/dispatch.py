@@ -331,12 +331,7 @@ def attend_prompt(
 
 
 def quantize(
-    codec: Codec,
-    params: Tree,
-    stats: Tree,
-    rows: RowsBKTH,
-    at: TokensAt,
-    route: Route,
+    codec: Codec, params: Tree, stats: Tree, rows: RowsBKTH, at: TokensAt, route: Route
 ) -> Tree:
     """Quantize whole blocks of rows, by the fused quantize-and-pack kernel if the route and the
     codec have one.
@@ -352,12 +347,7 @@ def quantize(
 
 
 def store_blocks(
-    block: Tree,
-    stored: Tree,
-    values: Tree,
-    first: LengthsB,
-    count: LengthsB,
-    route: Route,
+    block: Tree, stored: Tree, values: Tree, first: LengthsB, count: LengthsB, route: Route
 ) -> Tree:
     """Write blocks as `arrays.stored.store_blocks` does, by the C++ kernel if it is chosen."""
     native_writes = route.name == "native"

@@ -208,10 +208,7 @@ def _body_part(launch: Launch, view: BodyView, arguments: BodyArguments) -> Part
 
 
 def _body_arguments(
-    view: BodyView,
-    rows: Float[Array, "B K R H"],
-    positions: PositionsBT,
-    limits: PositionsBT,
+    view: BodyView, rows: Float[Array, "B K R H"], positions: PositionsBT, limits: PositionsBT
 ) -> BodyArguments:
     """Return the arguments of the kernels that read a layer's body."""
     plan, rope, regions = view.plan, view.rope, view.plan.regions

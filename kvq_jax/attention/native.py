@@ -10,14 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from cpu_kernels import store
-from cpu_kernels.attention import (
-    NEAR,
-    TOGETHER,
-    WINDOW_DTYPES,
-    ExactRows,
-    Ring,
-    decode_attention,
-)
+from cpu_kernels.attention import NEAR, TOGETHER, WINDOW_DTYPES, ExactRows, Ring, decode_attention
 from cpu_kernels.body import Body
 from kvq_jax.attention import online_softmax, streaming
 from kvq_jax.attention.body_view import BodyView, rotated_back

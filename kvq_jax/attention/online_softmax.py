@@ -70,9 +70,7 @@ def across(part: PartialAttention, axis: str) -> PartialAttention:
 
 
 def add_across(
-    part: PartialAttention,
-    axis: str | None,
-    add: Callable[[PartialAttention], PartialAttention],
+    part: PartialAttention, axis: str | None, add: Callable[[PartialAttention], PartialAttention]
 ) -> PartialAttention:
     """Return add(part). If the tokens that `add` reads are dealt out along a mesh axis, those of
     all shards are added. The tokens of `part` are on every shard."""

@@ -59,10 +59,7 @@ def attend(
 
 
 def _reach(
-    plan: LayerPlan,
-    inputs: LayerInputs,
-    positions: Int[Array, "B E"],
-    seen: Bool[Array, "B E"],
+    plan: LayerPlan, inputs: LayerInputs, positions: Int[Array, "B E"], seen: Bool[Array, "B E"]
 ) -> Int[Array, "B E"]:
     """Return how many of the prompt's tokens see older ones at these positions: all, or those with
     the position inside their windows."""

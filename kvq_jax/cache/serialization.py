@@ -261,12 +261,7 @@ def _read(
     """Return the cache of an open file, and its counts of tokens by tensor name. Raise ValueError
     if the tensors are not those of `promised`, or differ from the checksum."""
     described = axes(
-        promised.spec,
-        promised.dims,
-        promised.batch,
-        promised.capacity,
-        promised.dtype,
-        placement,
+        promised.spec, promised.dims, promised.batch, promised.capacity, promised.dtype, placement
     )
     structs, tensors, checksum, counts = _named(promised), [], Checksum(), {}
     saved = {

@@ -30,11 +30,7 @@ def polar(format: PolarFormat) -> KernelWriter:
     from pallas_kernels.quantize.polar import PolarBlocks
 
     writer = PolarBlocks(
-        format.layout,
-        format.angle_bits,
-        format.group_size,
-        format.cut == "gap",
-        format.scale_dtype,
+        format.layout, format.angle_bits, format.group_size, format.cut == "gap", format.scale_dtype
     )
     return KernelWriter(writer, [])
 

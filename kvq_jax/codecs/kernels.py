@@ -112,11 +112,7 @@ def of_codebook(
     return Kernels(
         functools.partial(kernel_readers.codebook, layout, group, **options),
         functools.partial(
-            native_bodies.codebook,
-            layout,
-            group,
-            residual_dtype=format.residual_dtype,
-            **options,
+            native_bodies.codebook, layout, group, residual_dtype=format.residual_dtype, **options
         ),
         arrays,
         writer,

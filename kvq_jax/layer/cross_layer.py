@@ -104,10 +104,7 @@ def decoded(
 
 
 def after(
-    cross: CrossLayer,
-    params: Tree,
-    differences: CachedRows,
-    below: Float[Array, "B 1 T D"] | None,
+    cross: CrossLayer, params: Tree, differences: CachedRows, below: Float[Array, "B 1 T D"] | None
 ) -> Float[Array, "B 1 T D"]:
     """Return the accumulator of some tokens after this layer, in its stored dtype."""
     if cross.starts or below is None:

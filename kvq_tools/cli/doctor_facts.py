@@ -21,10 +21,7 @@ BIAS_NAME = "model.layers.{}.self_attn.k_proj.bias"
 
 
 def facts(
-    model: str,
-    config: LlamaConfig,
-    spec: kvq.cache.CacheSpec,
-    biases: list[np.ndarray] | None,
+    model: str, config: LlamaConfig, spec: kvq.cache.CacheSpec, biases: list[np.ndarray] | None
 ) -> dict[str, str]:
     """Describe in words the facts about the model that matter to a cache."""
     h = config.head_dim

@@ -41,11 +41,7 @@ def run(options: argparse.Namespace) -> None:
         if not any(cache["fits"] for cache in caches):
             for cache in _smallest(caches):
                 cache["largest_context"] = cache_sizes.largest_context(
-                    kvq.parse(cache["cache"]),
-                    config,
-                    options.batch,
-                    options.dtype,
-                    options.budget,
+                    kvq.parse(cache["cache"]), config, options.batch, options.dtype, options.budget
                 )
     caches.sort(key=lambda cache: (_class(cache), cache["resident_bytes"]))
     result = {

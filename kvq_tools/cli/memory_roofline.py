@@ -48,8 +48,7 @@ def describe(cache: Cache, config: LlamaConfig, dtype: str, device: Device) -> d
         for plan, parameters in zip(cache.plans, parameter_bytes(cache), strict=True)
     ]
     base = next(
-        (plan.k for plan in cache.plans if plan.cross_layer and plan.cross_layer.starts),
-        None,
+        (plan.k for plan in cache.plans if plan.cross_layer and plan.cross_layer.starts), None
     )
     paper_costs = [
         roofline.paper_cost_of((plan.k, plan.v), base, config, weights) for plan in cache.plans

@@ -153,9 +153,7 @@ def read_only(runs: Sequence[CacheRun], part: Slice) -> None:
             run.read(part)
         return
     _, caches = layer_by_layer.prefill_together(
-        [run.llama for run in runs],
-        [run.cache for run in runs],
-        runs[0].batch.inputs(part),
+        [run.llama for run in runs], [run.cache for run in runs], runs[0].batch.inputs(part)
     )
     for run, cache in zip(runs, caches, strict=True):
         run.cache = cache

@@ -38,11 +38,7 @@ from kvq_models.inference.method_parameters import prepare
 from kvq_models.inference.sampling import Sampling
 from kvq_models.llama.checkpoint import load_llama
 from kvq_tools.chat_template import rendered
-from kvq_tools.evaluation.continuations import (
-    ContinuedRow,
-    padded_to,
-    score_continuations,
-)
+from kvq_tools.evaluation.continuations import ContinuedRow, padded_to, score_continuations
 from kvq_tools.evaluation.tasks.runner import batches, capacity
 from kvq_tools.evaluation.tasks.sample import TaskSample
 from kvq_tools.growing_text import decoded

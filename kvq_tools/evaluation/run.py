@@ -19,13 +19,7 @@ from kvq_models.calibration.progress import Progress, silent
 from kvq_models.llama.model import HiddenBTD, Llama
 from kvq_models.llama.packed_loading import with_activations
 from kvq_tools.evaluation import program_memory
-from kvq_tools.evaluation.cache_run import (
-    CacheRun,
-    Reference,
-    WindowBatch,
-    read_only,
-    slices,
-)
+from kvq_tools.evaluation.cache_run import CacheRun, Reference, WindowBatch, read_only, slices
 from kvq_tools.evaluation.defaults import BATCH, CHUNK, STEP, Mode
 from kvq_tools.evaluation.results import Evaluation, Quality
 from kvq_tools.evaluation.settings import (

@@ -69,10 +69,7 @@ class Choices(TypedDict, total=False):
 
 
 def check_request(
-    config: LlamaConfig,
-    token_ids: Integers,
-    specs: Sequence[CacheSpec],
-    **choices: Unpack[Choices],
+    config: LlamaConfig, token_ids: Integers, specs: Sequence[CacheSpec], **choices: Unpack[Choices]
 ) -> Settings:
     """Return complete settings, checked as far as that needs no weights. Raises as
     `evaluate_caches` does."""

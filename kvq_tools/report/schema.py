@@ -337,10 +337,7 @@ def _check_lengths(report: CacheReport) -> None:
         raise ValueError(f"request.mode must be one of {', '.join(MODES)}")
     filled: dict[str, Sequence[Any]] = {"caches": report.caches}
     if report.speed is not None:
-        filled |= {
-            "speed.caches": report.speed.caches,
-            "speed.contexts": report.speed.contexts,
-        }
+        filled |= {"speed.caches": report.speed.caches, "speed.contexts": report.speed.contexts}
     for name, entries in filled.items():
         if not entries:
             raise ValueError(f"{name} is empty")

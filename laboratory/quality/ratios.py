@@ -83,10 +83,7 @@ def _kvquant() -> Iterator[Pair]:
     integers = "kvquant:bits=3,datatype=int,outliers=0,pre_rope="
     axes = (
         ("k_axis=channel,v_axis=token", "k_axis=token,v_axis=token"),
-        (
-            "k_axis=channel,v_axis=token",
-            "k_axis=channel,v_axis=channel",
-        ),
+        ("k_axis=channel,v_axis=token", "k_axis=channel,v_axis=channel"),
     )
     yield from _pairs(f"{integers}false,", "", *axes)
     yield from _pairs(integers, "", ("true", "false"))

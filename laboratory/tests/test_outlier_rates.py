@@ -80,12 +80,9 @@ def test_an_interval_is_that_of_windows_that_disagree(tmp_path: pathlib.Path):
 def test_rivals_are_the_channels_that_are_not_exceeded_in_every_window():
     magnitudes = np.asarray([[5, 1, 4, 2, 0], [1, 5, 3, 4, 0]], np.float32)
     found = Rivals.of(magnitudes)
-    assert found.channels == (
-        0,
-        1,
-        2,
-        3,
-    ), "channel 4 is exceeded everywhere; the others each have a window where none of the rest are"
+    assert found.channels == (0, 1, 2, 3), (
+        "channel 4 is exceeded everywhere; the others each have a window where none of the rest are"
+    )
     assert Rivals.of(magnitudes[:1]).channels == (0,)
     assert found.largest_by_window().tolist() == [0, 1]
     assert found.largest() == 2, "the largest mean belongs to a channel that is ahead nowhere"

@@ -86,12 +86,7 @@ def test_a_decoded_end_of_a_prompt_is_read_through_the_cache(embedded, prompts):
 
     def first_tokens(spec: str, through: int) -> list[str]:
         (answers,) = run_together(
-            [(embedded[0], kvq.parse(spec))],
-            quote.TASK,
-            samples,
-            prompts,
-            batch=4,
-            through=through,
+            [(embedded[0], kvq.parse(spec))], quote.TASK, samples, prompts, batch=4, through=through
         )
         return [answer.text for answer in sorted(answers, key=lambda answer: answer.index)]
 

@@ -42,15 +42,7 @@ def folder(shallow, tmp_path_factory):
     folder = tmp_path_factory.mktemp("quality")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(quality.SUITES, "innerq", lambda: SUITE)
-        quality.main(
-            [
-                "innerq",
-                f"--model={shallow}",
-                *TEXTS,
-                *SIZES,
-                f"--json={folder / FILE}",
-            ]
-        )
+        quality.main(["innerq", f"--model={shallow}", *TEXTS, *SIZES, f"--json={folder / FILE}"])
     return folder
 
 

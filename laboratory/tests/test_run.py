@@ -60,10 +60,7 @@ def test_every_window_has_a_response_of_its_own_and_keeps_its_numbers(tmp_path: 
     ],
 )
 def test_bad_input_is_one_line(
-    words: tuple[str, ...],
-    message: str,
-    tmp_path: pathlib.Path,
-    capsys: pytest.CaptureFixture[str],
+    words: tuple[str, ...], message: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ):
     with pytest.raises(SystemExit) as stop:
         result(tmp_path, *words)

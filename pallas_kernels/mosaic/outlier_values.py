@@ -206,11 +206,7 @@ class _Share:
         width, weights = min(real, 4), []
         for first in range(0, real, width):
             scores = gathered(
-                self.scores,
-                token * real + first,
-                jnp.float32,
-                self.ops.interpret,
-                width=width,
+                self.scores, token * real + first, jnp.float32, self.ops.interpret, width=width
             )
             for score, largest in zip(scores, self.largest[first:], strict=False):
                 weights.append(jnp.where(counts, jnp.exp2(score - largest), 0.0))

@@ -195,10 +195,7 @@ class OpenPools:
         inside = self.starts + jnp.minimum(slot, of_pool - (2 if even else 1))
         [place], [residual] = (
             gathered(ref, inside, dtype, self.pools.interpret, together=even)
-            for ref, dtype in (
-                (self.pools.index, jnp.int32),
-                (self.pools.residual, jnp.float16),
-            )
+            for ref, dtype in ((self.pools.index, jnp.int32), (self.pools.residual, jnp.float16))
         )
         token = (place >> (channels.bit_length() - 1)) & (SPAN - 1)
         residual = jnp.where(used, residual.astype(jnp.float32), 0.0)

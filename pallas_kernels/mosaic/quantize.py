@@ -28,14 +28,7 @@ from pallas_kernels.mosaic.registers import WARPS
 from pallas_kernels.mosaic.ring import RingRows
 from pallas_kernels.mosaic.rows import Rows
 from pallas_kernels.mosaic.stripes import entry
-from pallas_kernels.quantize.rounding import (
-    Job,
-    Quantizer,
-    cleaned,
-    finite_or,
-    fold,
-    within_limit,
-)
+from pallas_kernels.quantize.rounding import Job, Quantizer, cleaned, finite_or, fold, within_limit
 from pallas_kernels.quantize.words import LevelWriter
 from pallas_kernels.tiles.layout import SPAN, PlaneLayout
 

@@ -261,11 +261,7 @@ def ldmatrix_at(
     for offset, count in addresses(first, matrices, swizzled):
         pointer = utils.getelementptr(base, [offset], ref_dtype(ref))
         value = nvvm.ldmatrix(
-            pointer,
-            layout=layout,
-            num=count,
-            shape=square,
-            elt_type=nvvm.LdStMatrixEltType.B16,
+            pointer, layout=layout, num=count, shape=square, elt_type=nvvm.LdStMatrixEltType.B16
         )
         parts = (
             [value] if count == 1 else [llvm.extractvalue(i32, value, [i]) for i in range(count)]

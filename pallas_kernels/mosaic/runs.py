@@ -154,12 +154,7 @@ class RunsSide:
         rows = STRIPE // layout.slots
         at = stripe.slot, pl.ds(rows * stripe.number, rows), slice(None), columns
         words = [
-            load_words(
-                buffer.at[at],
-                PlaneSet(layout, bits),
-                transposed,
-                ops.interpret,
-            )
+            load_words(buffer.at[at], PlaneSet(layout, bits), transposed, ops.interpret)
             for buffer, bits in zip(buffers[before:], layout.sets, strict=False)
         ]
         return codes(words, layout, transposed, ops.interpret)

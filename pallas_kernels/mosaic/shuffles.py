@@ -33,8 +33,7 @@ def moved_rows(x: jax.Array, interpret: bool, *, across: int = 0, by: int = 0) -
         return jnp.concatenate([x[:, row : row + 1] for row in sources], 1)
     shape = x.shape
     inline: Any = plgpu.inline_mgpu(
-        arg_types=(LANES,),
-        return_type=plgpu.ShapeDtypeStruct(shape, x.dtype, layout=LANES),
+        arg_types=(LANES,), return_type=plgpu.ShapeDtypeStruct(shape, x.dtype, layout=LANES)
     )
 
     @inline

@@ -51,11 +51,7 @@ from pallas_kernels.readers.run_chunks import (
     taken,
 )
 from pallas_kernels.readers.shared import dot, query_planes
-from pallas_kernels.tiles.arithmetic import (
-    exp2,
-    half_multiply,
-    multiply_add,
-)
+from pallas_kernels.tiles.arithmetic import exp2, half_multiply, multiply_add
 from pallas_kernels.tiles.halves import Half, joined
 from pallas_kernels.tiles.layout import SPAN, PlaneLayout
 from pallas_kernels.tiles.tile import Tile

@@ -189,10 +189,7 @@ MISTAKES = [
     (lambda: roundtrip(layer="0"), "layer='0' must be an integer of at least 0"),
     (lambda: rebuilt(-1), "layer=-1 must be an integer from 0 to 4095"),
     (lambda: rebuilt(10**12), "layer=1000000000000 must be an integer from 0 to 4095"),
-    (
-        lambda: roundtrip(k=K.astype(int)),
-        "k must hold floats, such as float32, got int32",
-    ),
+    (lambda: roundtrip(k=K.astype(int)), "k must hold floats, such as float32, got int32"),
     (lambda: roundtrip(v=K.astype(complex)), "v must hold floats, such as float32, got"),
     (
         lambda: kvq.CacheDims(2, 4, 2, 32, 64, attention=kvq.Attention(window=8)),
@@ -350,10 +347,7 @@ def test_tokens_past_the_capacity_are_not_counted():
 def test_numbers_of_python_and_numpy_make_a_rotation_and_a_spec():
     rows, positions = jax.random.normal(jax.random.key(0), Q.shape), jnp.arange(3)[None]
     arrays = kvq.types.Rope(INVERSE, jnp.full((), 2.0))
-    for rope in (
-        kvq.types.Rope(np.ones(16), 2),
-        kvq.types.Rope([1.0] * 16, 2.0),
-    ):
+    for rope in (kvq.types.Rope(np.ones(16), 2), kvq.types.Rope([1.0] * 16, 2.0)):
         same = kvq.types.rotate(rows, positions, rope) == kvq.types.rotate(rows, positions, arrays)
         assert same.all()
         assert (rope.scaled(rows) == 2 * rows).all()

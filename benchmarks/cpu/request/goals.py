@@ -15,14 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from benchmarks.cpu.request.plan import (
-    ATTENTION,
-    KVQ,
-    LLAMA_CPP,
-    PRODUCTS,
-    SMOLLM2,
-    TRANSFORMERS,
-)
+from benchmarks.cpu.request.plan import ATTENTION, KVQ, LLAMA_CPP, PRODUCTS, SMOLLM2, TRANSFORMERS
 from benchmarks.cpu.request.random_file import LLAMA_1B
 from benchmarks.markdown import table
 

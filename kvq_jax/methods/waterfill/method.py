@@ -11,21 +11,8 @@ import numpy as np
 from kvq_jax.arrays.reverse_water_filling import allocate, expected_error, layer_widths
 from kvq_jax.arrays.run_array import RunFormat
 from kvq_jax.codecs.codec import Codec, Side
-from kvq_jax.methods.base import (
-    Method,
-    PerLayer,
-    Windows,
-    at_layer,
-    head_dim_at,
-    option,
-    per_layer,
-)
-from kvq_jax.methods.waterfill.codec import (
-    EigenKeyCodec,
-    KeyCodec,
-    RotatedValueCodec,
-    ValueCodec,
-)
+from kvq_jax.methods.base import Method, PerLayer, Windows, at_layer, head_dim_at, option, per_layer
+from kvq_jax.methods.waterfill.codec import EigenKeyCodec, KeyCodec, RotatedValueCodec, ValueCodec
 from kvq_jax.methods.waterfill.widths import (
     Parameters,
     Widths,

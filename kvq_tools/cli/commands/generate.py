@@ -29,9 +29,7 @@ SAVED = Mode(
     "kvq prefill has already made the cache of --from",
 )
 MANY = Mode(
-    "many prompts",
-    frozenset({"out", "slots", "memory", "capacity"}),
-    "leave out --prompts",
+    "many prompts", frozenset({"out", "slots", "memory", "capacity"}), "leave out --prompts"
 )
 MODES = (ONE, SAVED, MANY)
 

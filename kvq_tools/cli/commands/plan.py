@@ -25,14 +25,7 @@ from kvq_models.calibration.file import (
 from kvq_models.calibration.fingerprint import load_calibration
 from kvq_models.llama.checkpoint import load_llama
 from kvq_models.llama.config import LlamaConfig
-from kvq_tools.cli import (
-    inputs,
-    interruption,
-    plan_budget,
-    plan_rows,
-    plan_table,
-    text_input,
-)
+from kvq_tools.cli import inputs, interruption, plan_budget, plan_rows, plan_table, text_input
 from kvq_tools.cli.console import UserError, bar, input_errors, loading, print_json
 from kvq_tools.cli.options.plan import Bits, Budget, Bytes
 from kvq_tools.planning import figure, kept, unmeasured

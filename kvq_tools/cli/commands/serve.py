@@ -110,10 +110,7 @@ def _answer(
     )
     server = _described(options, name, engine, bound)
     app = create_app(
-        service,
-        api_keys,
-        hosts=known_hosts(options.host, options.allow_host),
-        origins=options.cors,
+        service, api_keys, hosts=known_hosts(options.host, options.allow_host), origins=options.cors
     )
     service.prompts.start()
     heaps.settle()
@@ -186,10 +183,7 @@ def _prefixes(options: argparse.Namespace, *, one_device: bool) -> PrefixStore |
 
 
 def _described(
-    options: argparse.Namespace,
-    name: str,
-    engine: Engine,
-    bound: socket.socket,
+    options: argparse.Namespace, name: str, engine: Engine, bound: socket.socket
 ) -> dict[str, Any]:
     host, port = bound.getsockname()[:2]
     return {

@@ -29,10 +29,7 @@ Models are stored in $KVQ_CACHE, else in $XDG_CACHE_HOME/kvq, else in
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "name",
-        metavar="NAME",
-        nargs="?",
-        help=f"the model: {', '.join(PUBLISHED)}",
+        "name", metavar="NAME", nargs="?", help=f"the model: {', '.join(PUBLISHED)}"
     )
     source = parser.add_mutually_exclusive_group()
     source.add_argument(

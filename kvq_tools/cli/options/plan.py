@@ -101,9 +101,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         ),
     )
     parser.add_argument(
-        "--fast",
-        action="store_true",
-        help="with --text: only calibrate on it, and measure nothing",
+        "--fast", action="store_true", help="with --text: only calibrate on it, and measure nothing"
     )
     parser.add_argument(
         "--calibration",

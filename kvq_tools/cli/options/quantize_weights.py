@@ -39,10 +39,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     shared.add_model(parser)
     parser.add_argument("--bits", type=int, choices=BITS, required=True, help="bits per weight")
     parser.add_argument(
-        "--out",
-        metavar="DIR",
-        required=True,
-        help="the directory to write, new or empty",
+        "--out", metavar="DIR", required=True, help="the directory to write, new or empty"
     )
     parser.add_argument(
         "--sparse",

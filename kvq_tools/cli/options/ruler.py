@@ -32,9 +32,7 @@ examples:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     tasks.add_arguments(
-        parser,
-        None,
-        "RULER's: " + ", ".join(f"{name} {new}" for name, new in RULER_TOKENS.items()),
+        parser, None, "RULER's: " + ", ".join(f"{name} {new}" for name, new in RULER_TOKENS.items())
     )
     parser.add_argument("--task", choices=RULER_TOKENS, help="the task, see above (default: vt)")
     tasks.add_generator_arguments(parser)

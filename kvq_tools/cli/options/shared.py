@@ -172,9 +172,7 @@ def add_prompt(parser: argparse.ArgumentParser, *, required: bool) -> Any:
     prompt = parser.add_mutually_exclusive_group(required=required)
     prompt.add_argument("--prompt", metavar="P", help="the text to continue")
     prompt.add_argument(
-        "--prompt-file",
-        metavar="F",
-        help="a UTF-8 file with the text to continue, or - for stdin",
+        "--prompt-file", metavar="F", help="a UTF-8 file with the text to continue, or - for stdin"
     )
     prompt.add_argument(
         "--prompt-ids",

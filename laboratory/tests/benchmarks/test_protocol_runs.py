@@ -6,10 +6,7 @@ import pytest
 
 from benchmarks.protocol import __main__ as protocol
 from benchmarks.protocol.report import ProtocolReport
-from kvq_tools.evaluation.protocol import (
-    MAX_EXACT,
-    READINGS,
-)
+from kvq_tools.evaluation.protocol import MAX_EXACT, READINGS
 
 SMALL = [
     "--text=passage",

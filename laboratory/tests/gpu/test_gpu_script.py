@@ -150,11 +150,7 @@ def test_the_second_run_adds_to_the_first_ones_rows_and_runs_the_tests(tmp_path:
     tests = found.calls[-1]
     assert tests.startswith("-m pytest -m gpu")
     assert "--seconds" not in tests
-    for name in (
-        "decode_attention/test_decode",
-        "quantize/test_append",
-        "readers/test_polar",
-    ):
+    for name in ("decode_attention/test_decode", "quantize/test_append", "readers/test_polar"):
         assert f"tests/pallas_kernels/{name}.py" in tests
 
 

@@ -53,8 +53,7 @@ def row(spec: str) -> KernelRow:
 
 
 @pytest.mark.parametrize(
-    "spec",
-    some(SERVED, ("dense", "k=kvquant:bits=3,outliers=0.02+v=kivi:bits=4")),
+    "spec", some(SERVED, ("dense", "k=kvquant:bits=3,outliers=0.02+v=kivi:bits=4"))
 )
 def test_a_cache_with_kernels_gets_a_time_and_an_error(row: KernelRow, spec: str):
     assert row.failure == "", row

@@ -136,12 +136,7 @@ def subtracted_bias(codec: Codec, layer: Layer) -> Float[Array, "K H"] | None:
 
 
 def _fitted(
-    store: Store,
-    need: Need,
-    sink: int,
-    rope: Rope,
-    bias: Float[Array, "K H"] | None,
-    layer: Layer,
+    store: Store, need: Need, sink: int, rope: Rope, bias: Float[Array, "K H"] | None, layer: Layer
 ) -> dict[str, np.ndarray]:
     """Return the parameters of one side of one layer, kept by an earlier call or fitted now."""
     options = f"{need.options} without the first {sink} tokens"

@@ -16,12 +16,7 @@ from kvq_jax.cache.cache import Cache
 from kvq_jax.cache.step import begin
 from kvq_jax.placement.crossing import crossing
 from kvq_jax.types.array_types import LengthsB
-from kvq_models.inference.layer_by_layer import (
-    LayersOutput,
-    NewLengths,
-    NewTokens,
-    prompt_layers,
-)
+from kvq_models.inference.layer_by_layer import LayersOutput, NewLengths, NewTokens, prompt_layers
 from kvq_models.inference.layer_programs import prompt_logits
 from kvq_models.inference.layers import run_layers
 from kvq_models.inference.method_parameters import parameters_for

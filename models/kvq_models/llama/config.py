@@ -22,12 +22,7 @@ from kvq_models.llama.experts_config import ExpertsConfig, experts_from_hf, expe
 from kvq_models.llama.generation_defaults import GenerationDefaults
 from kvq_models.llama.layer_kinds import checked_layers, sliding_window, unrotated_layers
 from kvq_models.llama.quantized.kv_scales import KVScales, brings_kv_scales
-from kvq_models.llama.rope_config import (
-    RopeConfig,
-    check_rotation,
-    rope_from_hf,
-    rope_to_hf,
-)
+from kvq_models.llama.rope_config import RopeConfig, check_rotation, rope_from_hf, rope_to_hf
 from kvq_models.llama.unsupported_fields import ACTIVATIONS, refuse_unsupported
 
 

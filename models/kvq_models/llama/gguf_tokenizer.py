@@ -226,11 +226,7 @@ def _sentence_piece(fields: Fields, tokens: Sequence[str]) -> Any:
         )
     core = Tokenizer(
         models.BPE(
-            vocab=vocabulary,
-            merges=merges,
-            unk_token=unknown,
-            fuse_unk=True,
-            byte_fallback=True,
+            vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True
         )
     )
     spaces = normalizers.Replace(" ", "▁")
@@ -292,8 +288,7 @@ def _add_template(core: Any, fields: Fields, kind: str, bos: str | None, eos: st
     from tokenizers import processors
 
     first = fields.get(
-        "tokenizer.ggml.add_bos_token",
-        kind == "llama" or _split(fields) in WHOLE_WORDS,
+        "tokenizer.ggml.add_bos_token", kind == "llama" or _split(fields) in WHOLE_WORDS
     )
     last = fields.get("tokenizer.ggml.add_eos_token", False)
     around = [token if wanted else None for token, wanted in ((bos, first), (eos, last))]

@@ -89,10 +89,7 @@ def _of_file(directory: Path) -> Any:
     file = _read(directory / TOKENIZER_FILE, stamp.st_mtime_ns, stamp.st_size)
     # tokenizer_config.json of Llama 3 asks for a clean-up that loses spaces before punctuation
     tokenizer = PreTrainedTokenizerFast.from_pretrained(
-        directory,
-        tokenizer_object=file,
-        clean_up_tokenization_spaces=False,
-        local_files_only=True,
+        directory, tokenizer_object=file, clean_up_tokenization_spaces=False, local_files_only=True
     )
     _check_longest(tokenizer, directory)
     check_same_ids(tokenizer, file, directory)

@@ -18,10 +18,7 @@ _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
         lambda value: 0 <= value <= MAX_TEMPERATURE,
         "at least 0 (0 is greedy) and finite",
     ),
-    "top_k": (
-        lambda value: 0 <= value < 2**31,
-        "at least 0 (0 keeps all tokens) and below 2**31",
-    ),
+    "top_k": (lambda value: 0 <= value < 2**31, "at least 0 (0 keeps all tokens) and below 2**31"),
     "top_p": (lambda value: 0 < value <= 1, "in (0, 1]"),
     "min_p": (lambda value: 0 <= value <= 1, "in [0, 1]"),
 }

@@ -91,11 +91,7 @@ class PackageIndex:
                 f"{host(url)} answers {error.code} ({error.reason})", status=error.code
             ) from error
         # ValueError: http.client refuses the address
-        except (
-            OSError,
-            HTTPException,
-            ValueError,
-        ) as error:
+        except (OSError, HTTPException, ValueError) as error:
             reason = getattr(error, "reason", None) or error
             raise FetchError(f"{host(url)} cannot be reached: {reason}") from error
 

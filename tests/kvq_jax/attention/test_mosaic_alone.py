@@ -97,10 +97,7 @@ def steps(name: str, by: Route) -> Iterator[tuple[Step, Step]]:
     prompt = tokens.window(np.zeros_like(lengths), lengths, CAPACITY)
     _, state, _ = prefill(plan, params, state, prompt, (), route=XLA)
     decode = jax.jit(
-        decode_layer,
-        static_argnums=0,
-        static_argnames="route",
-        compiler_options=QUICK_COMPILE,
+        decode_layer, static_argnums=0, static_argnames="route", compiler_options=QUICK_COMPILE
     )
     for _ in range(STEPS):
         new = tokens.window(lengths, lengths + 1, 1)

@@ -30,13 +30,7 @@ from tests.kvq_jax.layer_runs import (
     row_errors,
     run,
 )
-from tests.kvq_jax.windowed_runs import (
-    SPECIAL,
-    WINDOW,
-    empty,
-    tokens_with_sinks,
-    windowed_plan,
-)
+from tests.kvq_jax.windowed_runs import SPECIAL, WINDOW, empty, tokens_with_sinks, windowed_plan
 from tests.methods_table import METHOD_CASES, MethodCase, cases
 
 if reason := dispatch.no_device("native"):

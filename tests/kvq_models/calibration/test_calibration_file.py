@@ -12,14 +12,7 @@ from safetensors.numpy import load_file
 
 import kvq_jax as kvq
 from kvq_jax.files.checksum import save_tensors
-from kvq_models import (
-    load_calibration,
-    prefill,
-    prepare,
-    resolved,
-    save_calibration,
-    save_llama,
-)
+from kvq_models import load_calibration, prefill, prepare, resolved, save_calibration, save_llama
 from kvq_models.calibration.fingerprint import partial_fingerprint, partial_fingerprint_of
 from kvq_models.calibration.needs import needs
 from kvq_models.llama import hf_names

@@ -21,13 +21,7 @@ from kvq_models import (
 )
 from kvq_models.inference.sampling import sample
 from tests.exhaustive import some
-from tests.kvq_models.checkpoints import (
-    CASES,
-    SIZES,
-    build_checkpoint,
-    model,
-    random_tokens,
-)
+from tests.kvq_models.checkpoints import CASES, SIZES, build_checkpoint, model, random_tokens
 
 needs_torch = pytest.mark.skipif(
     importlib.util.find_spec("torch") is None,

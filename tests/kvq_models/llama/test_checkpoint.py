@@ -153,10 +153,7 @@ def test_a_tied_checkpoint_may_store_its_head_alone(metadata, tmp_path):
     assert_same_weights(load_llama(tmp_path, dtype="float32")[0], llama)
 
 
-@pytest.mark.parametrize(
-    ("kept", "dropped"),
-    [(HEAD_NAME, EMBED_NAME), (EMBED_NAME, HEAD_NAME)],
-)
+@pytest.mark.parametrize(("kept", "dropped"), [(HEAD_NAME, EMBED_NAME), (EMBED_NAME, HEAD_NAME)])
 def test_weights_that_share_a_tensor_in_an_untied_model_need_the_metadata(kept, dropped, tmp_path):
     llama = random_llama(tiny_config())
     llama.head.kernel[...] = llama.embed[...].T

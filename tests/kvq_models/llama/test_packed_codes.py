@@ -16,12 +16,7 @@ from safetensors.numpy import save_file
 import kvq_jax as kvq
 from kvq_models.calibration.fingerprint import partial_fingerprint, partial_fingerprint_of
 from kvq_models.llama import packed_loading, packed_weights
-from kvq_models.llama.checkpoint import (
-    CheckpointError,
-    load_llama,
-    open_checkpoint,
-    save_llama,
-)
+from kvq_models.llama.checkpoint import CheckpointError, load_llama, open_checkpoint, save_llama
 from kvq_models.llama.gguf_blocks import matrix_of_codes
 from kvq_models.llama.model import forward
 from kvq_models.llama.packed_loading import dense_llama

@@ -12,13 +12,7 @@ from kvq_models.llama import packed_loading, packed_weights
 from kvq_models.llama.checkpoint import CheckpointError, load_llama, save_llama
 from kvq_models.llama.model import forward
 from kvq_models.llama.packed_loading import dense_llama, holds_packed
-from tests.kvq_models.checkpoints import (
-    CASES,
-    random_llama,
-    random_tokens,
-    row_errors,
-    tiny_config,
-)
+from tests.kvq_models.checkpoints import CASES, random_llama, random_tokens, row_errors, tiny_config
 
 CONFIG = tiny_config(num_hidden_layers=1)
 MIXTRAL = tiny_config("mixtral", **CASES["mixtral"].fields, num_hidden_layers=1)

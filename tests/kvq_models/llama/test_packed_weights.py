@@ -15,12 +15,7 @@ import kvq_jax as kvq
 from kvq_models import generate, prepare
 from kvq_models.calibration.fingerprint import partial_fingerprint, partial_fingerprint_of
 from kvq_models.llama import packed_loading, packed_weights
-from kvq_models.llama.checkpoint import (
-    CheckpointError,
-    load_llama,
-    open_checkpoint,
-    save_llama,
-)
+from kvq_models.llama.checkpoint import CheckpointError, load_llama, open_checkpoint, save_llama
 from kvq_models.llama.gguf_blocks import KINDS, packed_matrix
 from kvq_models.llama.gguf_file import GgufFile
 from kvq_models.llama.model import Llama

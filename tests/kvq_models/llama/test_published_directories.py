@@ -11,15 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import (
-    AddedToken,
-    Regex,
-    Tokenizer,
-    decoders,
-    models,
-    pre_tokenizers,
-    processors,
-)
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from kvq_models.inference.sampling import Sampling
 from kvq_models.llama import hf_names

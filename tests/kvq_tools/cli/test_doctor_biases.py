@@ -82,8 +82,7 @@ def test_the_doctor_names_the_step_of_floats():
 
 
 @pytest.mark.parametrize(
-    "spec",
-    ["k=kivi:bits=4,pre_rope=true+v=dense", f"{KIVI}+cache:subtract_bias=true", "dense"],
+    "spec", ["k=kivi:bits=4,pre_rope=true+v=dense", f"{KIVI}+cache:subtract_bias=true", "dense"]
 )
 def test_keys_that_do_not_turn_are_spared(spec):
     assert not turning(spec, 0)

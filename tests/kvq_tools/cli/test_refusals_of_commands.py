@@ -227,10 +227,7 @@ REFUSED = [
     ("generate {model} --prompt-file {tmp}/empty", "empty' is empty; name a file with a text"),
     ("generate {model} --prompts {tmp}/empty --out {tmp}/f", "empty' is empty; name a file"),
     ("eval {model} --text {tmp}/latin --cache int4", "latin' is not UTF-8 text; save it as UTF-8"),
-    (
-        "plan {model} --budget 2bits --text {text} --calibration {tmp}/none",
-        "none' is not a file",
-    ),
+    ("plan {model} --budget 2bits --text {text} --calibration {tmp}/none", "none' is not a file"),
     ("passkey {model} --data {tmp}/row --answers {text}", "must be a new file"),
     ("passkey {model} --data {tmp}/row --answers {tmp}/none/f", "in a directory that exists"),
     ("plan {model} --budget 2bits --out {tmp}/none/f", "a file in a directory that exists"),

@@ -29,8 +29,7 @@ def assert_fits(text, width, cells):
 
 
 @pytest.mark.parametrize(
-    "command",
-    ["memory embedded --cache kivi --cache innerq:bits=4@0-1/2", "doctor embedded"],
+    "command", ["memory embedded --cache kivi --cache innerq:bits=4@0-1/2", "doctor embedded"]
 )
 def test_commands_fit_any_terminal(command, terminal, run, monkeypatch):
     seen = []

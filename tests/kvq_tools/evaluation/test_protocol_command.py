@@ -8,15 +8,7 @@ import pytest
 from kvq_models import EMBEDDED
 from kvq_models.llama.open_checkpoint import read_config
 from kvq_tools.cli.protocol_evaluation import sizes_for
-from kvq_tools.evaluation.protocol import (
-    READINGS,
-    RECENT,
-    SINK,
-    WORDS,
-    Measured,
-    ScoredText,
-    Sizes,
-)
+from kvq_tools.evaluation.protocol import READINGS, RECENT, SINK, WORDS, Measured, ScoredText, Sizes
 
 CACHES = "--cache=int4:sink=1,recent=0", "--cache=int2"
 

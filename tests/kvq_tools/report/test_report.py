@@ -17,15 +17,7 @@ from kvq_tools.report import quality, schema
 pytest.importorskip("matplotlib", reason="pictures need matplotlib")
 from tests.float64 import rotated
 from tests.kvq_tools.cli.test_cli_errors import assert_one_line_error
-from tests.kvq_tools.report.small_report import (
-    CACHES,
-    CONTEXT,
-    RUN,
-    SAMPLE,
-    STEPS,
-    STRIDE,
-    WINDOW,
-)
+from tests.kvq_tools.report.small_report import CACHES, CONTEXT, RUN, SAMPLE, STEPS, STRIDE, WINDOW
 
 
 def test_quality_is_what_the_evaluation_finds(report, model):

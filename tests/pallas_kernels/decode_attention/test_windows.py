@@ -189,13 +189,7 @@ def test_keys_far_along_a_context_are_rotated_by_their_exact_angle(launch):
     positions = newest - (newest - np.arange(sizes.ring)) % sizes.ring
     count, limit = (jnp.full((1,), n, jnp.int32) for n in (tokens, tokens - sizes.ring))
     actual = attend(
-        q,
-        tuple(side[:, :, :0] for side in ring),
-        ring,
-        count,
-        limit,
-        (FREQUENCIES, FACTOR),
-        launch,
+        q, tuple(side[:, :, :0] for side in ring), ring, count, limit, (FREQUENCIES, FACTOR), launch
     )
 
     def in_float64(positions: np.ndarray) -> np.ndarray:

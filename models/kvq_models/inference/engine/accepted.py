@@ -6,14 +6,7 @@ import dataclasses
 
 import numpy as np
 
-from kvq_models.inference.engine.requests import (
-    Likely,
-    PromptRead,
-    Reason,
-    Request,
-    Ticket,
-    Token,
-)
+from kvq_models.inference.engine.requests import Likely, PromptRead, Reason, Request, Ticket, Token
 from kvq_models.inference.row_sampling import Drawn, RowRule
 
 # the rule of a slot without a request

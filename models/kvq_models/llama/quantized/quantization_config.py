@@ -85,10 +85,7 @@ def quantization_of(hf: Mapping[str, Any]) -> Quantization | None:
     }
     if method.lower() not in readers:
         raise _refusal(stated, _SUPPORTED)
-    return Quantization(
-        ((_EVERY_LINEAR, readers[method.lower()](stated)),),
-        _left_out(stated),
-    )
+    return Quantization(((_EVERY_LINEAR, readers[method.lower()](stated)),), _left_out(stated))
 
 
 def _fp8(fields: Mapping[str, Any]) -> Layout:

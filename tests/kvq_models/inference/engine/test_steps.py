@@ -9,12 +9,7 @@ from kvq_models.inference.engine import steps
 from kvq_models.inference.engine.accepted import Accepted
 from kvq_models.inference.engine.engine import Engine
 from kvq_models.inference.engine.requests import Ended, Event, Request, Token
-from tests.kvq_models.inference.engine.test_engine import (
-    answer,
-    drained,
-    engine_of,
-    some_requests,
-)
+from tests.kvq_models.inference.engine.test_engine import answer, drained, engine_of, some_requests
 
 PLAIN = Request((1, 2, 3), 12)
 
