@@ -189,7 +189,8 @@ def of_refusal(error: ValueError | QueueFullError | Stopping) -> ApiError:
     if isinstance(error, VocabularyError):
         return invalid("logit_bias" if error.biased else "prompt", shortened(str(error)))
     if isinstance(error, QueueFullError):
-        return busy(f"{error.waiting} requests are waiting, and its queue holds {error.limit}")
+        # with choices, this may be before the queue is full
+        return busy(f"its slots and its queue of {error.limit} have no room for this request")
     if isinstance(error, Stopping):
         return ApiError(
             503,

@@ -282,3 +282,15 @@ def test_a_full_queue_refuses_at_once_and_loses_nothing(server: Running, client:
     assert set(found) == {expected}
     assert refused[0].code == "rate_limit_exceeded"
     assert int(refused[0].response.headers["retry-after"]) >= 1
+
+
+def test_choices_that_the_queue_has_no_room_for_are_told_so_though_it_is_not_full(server: Running):
+    server.until_idle()
+    asked = {"model": NAME, "prompt": PROMPT, "max_tokens": 200}
+    body = json.dumps(asked | {"n": SLOTS + 1, "stream": True})
+    with contextlib.closing(server.connect(body)) as connection:
+        assert connection.getresponse().status == 200
+        status, answer = server.post("/v1/completions", asked | {"n": QUEUE})
+    assert status == 429, answer
+    told = f"its slots and its queue of {QUEUE} have no room for this request"
+    assert told in answer["error"]["message"]
