@@ -52,6 +52,7 @@ def create_app(
         hosts: names by which clients may call the server; see `guard.known_hosts`.
         origins: other web sites whose pages may use the server.
     """
+    origins = [guard.web_origin(origin) for origin in origins]
     # Clients know OpenAI's own description. A redirect from behind a proxy would name http.
     app = FastAPI(title="kvq", openapi_url=None, redirect_slashes=False)
     guarded = APIRouter(dependencies=[Depends(_authorization(api_keys))])

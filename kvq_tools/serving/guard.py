@@ -28,6 +28,12 @@ def known_hosts(host: str, allowed: Collection[str] = ()) -> frozenset[str]:
     return frozenset(name.lower() for name in (names if local else {*names, socket.gethostname()}))
 
 
+def web_origin(origin: str) -> str:
+    """Return an origin as browsers send it: in small letters, and without its scheme's port."""
+    origin = origin.lower()
+    return origin.removesuffix(":80" if origin.startswith("http:") else ":443")
+
+
 class Guard:
     """Let through requests whose Host is an address or one of `hosts`, whose Origin is this server
     or one of `origins`, and whose body is plain JSON. "*" allows any."""

@@ -161,6 +161,31 @@ def test_a_star_lets_any_name_and_any_page_in(allowed: bool):
     assert answered[0] == ("by the server" if allowed else 403)
 
 
+@pytest.mark.parametrize(
+    ("typed", "sent"),
+    [
+        ("HTTPS://Friend.example.com", b"https://friend.example.com"),
+        ("https://friend.example.com:443", b"https://friend.example.com"),
+        ("http://localhost:80", b"http://localhost"),
+        ("http://localhost:3000", b"http://localhost:3000"),
+    ],
+)
+def test_an_origin_may_be_typed_otherwise_than_browsers_send_it(
+    server: Running, typed: str, sent: bytes
+):
+    answered = []
+
+    async def send(message: Any) -> None:
+        answered.append(message)
+
+    headers = [(b"host", b"localhost"), (b"origin", sent)]
+    scope = {"type": "http", "method": "GET", "path": "/v1/models", "headers": headers}
+    scope |= {"query_string": b"", "http_version": "1.1"}
+    asyncio.run(create_app(server.service, origins=[typed])(scope, None, send))
+    assert answered[0]["status"] == 200
+    assert (b"access-control-allow-origin", sent) in answered[0]["headers"]
+
+
 def test_an_error_of_the_server_is_counted_and_told_to_pages_that_may_use_it(
     guarded: Running, monkeypatch: pytest.MonkeyPatch
 ):
