@@ -160,8 +160,14 @@ def _check_options(options: argparse.Namespace) -> None:
             "prefixes are only kept for a cache on one device: leave out --prefix-memory and"
             " --prefix-dir, or --mesh"
         )
+    for name in options.allow_host:
+        if not re.fullmatch(r"[^/:\s]+", name):
+            raise UserError(
+                f"--allow-host {name!r} must be * or a name without scheme and port, such as"
+                " kvq.example.com"
+            )
     for origin in options.cors:
-        if origin != "*" and not re.fullmatch(r"https?://[^/\s]+", origin):
+        if origin != "*" and not re.fullmatch(r"(?i:https?)://[^/\s]+", origin):
             raise UserError(
                 f"--cors {origin!r} must be * or an origin without a path, such as"
                 " https://example.com"

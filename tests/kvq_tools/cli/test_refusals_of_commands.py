@@ -100,6 +100,8 @@ REFUSED = [
     ("serve {model} --host 256.1.1.1", "not known"),
     ("serve {model} --host ''", "write 127.0.0.1, or 0.0.0.0 for every network"),
     ("serve {model} --name ''", "--name is empty"),
+    ("serve {model} --allow-host http://kvq.example.com", "a name without scheme and port"),
+    ("serve {model} --allow-host kvq.example.com:8000", "a name without scheme and port"),
     ("serve {model} --prefix-dir ''", "--prefix-dir is empty"),
     ("report {model} --text {text} --cache kivi --out ''", "--out is empty"),
     ("quantize-weights {model} --bits 4 --out ''", "--out is empty"),
