@@ -1,4 +1,5 @@
-"""Docstrings, comments and documents are plain English, held by counts over the whole tree.
+"""Docstrings, comments and documents are plain English and short, held by counts over the whole
+tree.
 
 A condition is "if", not "where". A docstring begins with a verb or a noun, not with a clause
 ("What the row has"). An argument has its name, or "the given number", and is not "so many". A local
@@ -12,12 +13,14 @@ import io
 import pathlib
 import re
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGES = ("cpu_kernels", "pallas_kernels", "kvq_jax", "models", "kvq_tools", "benchmarks")
+OTHERS = ("kvq_hosts", "tools", "laboratory", "tests")
+MOST_LINES, MOST_LINES_OF_A_DECISION = 400, 80
 WHERE_PER_IF = 0.2  # "where" for each "if", at most, over the packages and docs/*.md
 HEADLESS = 0  # docstrings that begin with a clause, at most
 VAGUE_NAMES = 10  # places in functions that bind one of VAGUE, at most
@@ -105,6 +108,20 @@ def test_arguments_have_their_names():
 )
 def test_so_many_is_refused_unless_it_means_a_large_number(text: str, count: int):
     assert len(unnamed_numbers(f'"""{text}"""\n')) == count
+
+
+def long_files(files: Iterable[pathlib.Path], most: int) -> list[str]:
+    counts = {file: file.read_text(encoding="utf-8").count("\n") for file in files}
+    return [f"{file.relative_to(ROOT)}: {n} lines" for file, n in counts.items() if n > most]
+
+
+def test_files_and_pages_of_decisions_are_short():
+    folders = [ROOT / name for name in (*PACKAGES, *OTHERS)]
+    code = [file for kind in ("py", "cc", "h") for f in folders for file in f.rglob(f"*.{kind}")]
+    assert len(code) > 1000, "files are missing, so none of those is counted"
+    assert not long_files(code, MOST_LINES)
+    assert not long_files((ROOT / "docs/decisions").glob("*.md"), MOST_LINES_OF_A_DECISION)
+    assert long_files([pathlib.Path(__file__)], 100)
 
 
 def test_local_names_say_the_value():

@@ -1,4 +1,4 @@
-"""One server for the tests of all files here."""
+"""Servers for the tests of all files here."""
 
 import pathlib
 from collections.abc import Iterator
@@ -6,13 +6,30 @@ from collections.abc import Iterator
 import openai
 import pytest
 
-from tests.kvq_tools.serving.running import Running, running
+from kvq_tools.serving.connections import ConnectionLimits
+from kvq_tools.serving.guard import known_hosts
+from tests.kvq_tools.serving.running import KEY, Running, running, serving
 
 
 @pytest.fixture(scope="session")
 def server(shallow: pathlib.Path) -> Iterator[Running]:
     with running(shallow) as serving:
         yield serving
+
+
+@pytest.fixture(scope="session")
+def guarded(server: Running) -> Iterator[Running]:
+    """A server that expects headers within 0.3 s and answers within 0.5 s of being told to end."""
+    limits = ConnectionLimits(maximum=6, header_seconds=0.3, unread_seconds=0.5)
+    with serving(
+        server.engine(),
+        server.tokenizer,
+        keys=(KEY, "another"),
+        connections=limits,
+        hosts=known_hosts("127.0.0.1", ["kvq.example.com"]),
+        origins=["https://friend.example.com"],
+    ) as other:
+        yield other
 
 
 @pytest.fixture
