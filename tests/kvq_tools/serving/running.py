@@ -13,10 +13,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import openai
+import pytest
 
 from kvq_models import load_llama
 from kvq_models.inference.engine.engine import Engine
 from kvq_models.inference.engine.prefixes import PrefixStore
+from kvq_models.inference.engine.requests import Event
 from kvq_models.inference.sampling import Sampling
 from kvq_tools.serving.app import create_app
 from kvq_tools.serving.connections import ConnectionLimits
@@ -82,6 +84,18 @@ class Running:
         while worker._unended or worker.engine.busy:
             assert time.monotonic() < end, f"{worker.engine.busy} slots are still taken"
             time.sleep(0.01)
+
+
+def slow_down(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each call of an engine take 50 ms more, so that no answer ends before its client is seen
+    to be gone, on a fast machine either."""
+    advance = engine.advance
+
+    def delayed() -> list[Event]:
+        time.sleep(0.05)
+        return advance()
+
+    monkeypatch.setattr(engine, "advance", delayed)
 
 
 @contextlib.contextmanager

@@ -17,7 +17,17 @@ from kvq_tools.serving import fields
 from kvq_tools.serving.app import create_app
 from kvq_tools.serving.connections import ConnectionLimits, max_connections
 from kvq_tools.serving.errors import ApiError
-from tests.kvq_tools.serving.running import CHAT, KEY, NAME, PROMPT, QUEUE, SLOTS, Running, serving
+from tests.kvq_tools.serving.running import (
+    CHAT,
+    KEY,
+    NAME,
+    PROMPT,
+    QUEUE,
+    SLOTS,
+    Running,
+    serving,
+    slow_down,
+)
 
 ASKED = {"model": NAME, "prompt": PROMPT, "max_tokens": 4, "temperature": 0}
 
@@ -199,7 +209,10 @@ def unread(server: Running, *, stream: bool = True) -> socket.socket:
     return connection
 
 
-def test_a_client_that_does_not_read_is_left_and_its_slots_are_free(guarded: Running):
+def test_a_client_that_does_not_read_is_left_and_its_slots_are_free(
+    guarded: Running, monkeypatch: pytest.MonkeyPatch
+):
+    slow_down(guarded.service.worker.engine, monkeypatch)
     with unread(guarded) as connection:
         assert connection.recv(1) == b"H"
         guarded.until_idle()
@@ -210,9 +223,12 @@ def test_a_client_that_does_not_read_is_left_and_its_slots_are_free(guarded: Run
         assert not guarded.server.server_state.connections
 
 
-def test_a_client_that_leaves_before_its_stream_begins_frees_its_slot(server: Running):
+def test_a_client_that_leaves_before_its_stream_begins_frees_its_slot(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+):
     """A stream cannot begin while the client has not read its connection's earlier answers."""
     server.until_idle()
+    slow_down(server.service.worker.engine, monkeypatch)
     ended = server.service.worker.ended
     before = ended.copy()
     asked = ASKED | {"prompt": [1, 2, 3], "max_tokens": 230, "stream": True}
@@ -235,9 +251,12 @@ def test_a_client_that_leaves_before_its_stream_begins_frees_its_slot(server: Ru
     assert ended == before + Counter(cancelled=1)
 
 
-def test_the_server_ends_while_a_client_does_not_read(server: Running):
+def test_the_server_ends_while_a_client_does_not_read(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+):
     limits = ConnectionLimits(unread_seconds=600)
     engine = server.engine()
+    slow_down(engine, monkeypatch)
     with (
         serving(engine, server.tokenizer, connections=limits, grace_seconds=0.5) as other,
         unread(other) as connection,

@@ -27,6 +27,7 @@ from tests.kvq_tools.serving.running import (
     SLOTS,
     Running,
     serving,
+    slow_down,
 )
 
 ASKING = {  # a value of each refused field that asks for something
@@ -239,7 +240,10 @@ def test_methods_that_a_path_does_not_have(server: Running):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_vanishes_frees_its_slot(server: Running, stream: bool):
+def test_a_client_that_vanishes_frees_its_slot(
+    server: Running, stream: bool, monkeypatch: pytest.MonkeyPatch
+):
+    slow_down(server.service.worker.engine, monkeypatch)
     ended = server.service.worker.ended
     before = ended["cancelled"]
     asked = {"model": NAME, "prompt": PROMPT, "temperature": 0, "max_tokens": 200}
