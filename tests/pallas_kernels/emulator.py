@@ -149,6 +149,12 @@ def after(assembly: str, results: int, operands: Sequence[np.ndarray]) -> list[n
     return [registers[f"${i}"] for i in range(results)]
 
 
+def asm_on_arrays(assembly: str, *operands: Any, results: int = 1) -> Any:
+    """Replace `pallas_kernels.mosaic.registers.asm`, on arrays in place of values."""
+    contents = after(assembly, results, [np.asarray(operand) for operand in operands])
+    return contents[0] if results == 1 else contents
+
+
 def execute(
     assembly: str, *, args: Any, pack: int, result_shape_dtypes: Any, **_: Any
 ) -> list[jax.Array]:

@@ -1,22 +1,14 @@
 """Look-ups on registers give the entries of the array form, which is all that the interpreter runs:
 their assembly, executed in NumPy."""
 
-from typing import Any
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels.tiles.layout import SPAN, plane_layout
-from tests.pallas_kernels.emulator import computed
+from tests.pallas_kernels.emulator import asm_on_arrays
 from tests.pallas_kernels.lowering import needs_mosaic
 from tests.pallas_kernels.registers import WARPS, numbers, registers
-
-
-def executed(assembly: str, *operands: np.ndarray) -> np.ndarray:
-    [size] = {operand.shape for operand in map(np.asarray, operands) if operand.shape} or {()}
-    result: Any = np.empty(size, np.uint32)
-    return computed(assembly, 1, result, *(np.broadcast_to(o, size).copy() for o in operands))
 
 
 @needs_mosaic
@@ -28,7 +20,7 @@ def test_registers_have_the_entries_of_arrays(
 ):
     from pallas_kernels.mosaic import table_lookup
 
-    monkeypatch.setattr(table_lookup, "_asm", executed)
+    monkeypatch.setattr(table_lookup, "asm", asm_on_arrays)
     layout, rng = plane_layout(bits, channels, SPAN), np.random.default_rng(bits)
     shapes = [(WARPS, SPAN // layout.slots, layout.words(set_bits)) for set_bits in layout.sets]
     words = [rng.integers(-(1 << 15), 1 << 15, shape).astype(np.int16) for shape in shapes]
@@ -52,7 +44,7 @@ def test_registers_have_the_entries_of_arrays(
 def test_a_kernel_packs_a_table_as_arrays_do(bits: int, monkeypatch: pytest.MonkeyPatch):
     from pallas_kernels.mosaic import table_lookup
 
-    monkeypatch.setattr(table_lookup, "_asm", executed)
+    monkeypatch.setattr(table_lookup, "asm", asm_on_arrays)
     table = np.random.default_rng(bits).uniform(-1, 1, 1 << bits).astype(np.float16)
     words = table_lookup.words_of(list(table.view(np.uint32)))
     wanted = np.asarray(table_lookup.packed(jnp.asarray(table)))

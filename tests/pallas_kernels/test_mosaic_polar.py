@@ -1,24 +1,18 @@
 """Polar keys on registers are those of the array form, which is all that the interpreter runs:
 their assembly, executed in NumPy."""
 
-from collections.abc import Sequence
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels.readers.polar import PolarReader
 from pallas_kernels.tiles.layout import SPAN, plane_layout
-from tests.pallas_kernels.emulator import INSTRUCTIONS, after
+from tests.pallas_kernels.emulator import INSTRUCTIONS, asm_on_arrays
 from tests.pallas_kernels.lowering import needs_mosaic
 from tests.pallas_kernels.registers import SIDE, WARPS, numbers, registers
 
 OF_MIDDLES = ("sub.rn.f32", "cvt.f32.f16", "cvt.rn.f16x2.f32")  # and of no other kernel
 pytestmark = needs_mosaic
-
-
-def executed(assembly: str, operands: Sequence[np.ndarray], results: int) -> list[np.ndarray]:
-    return after(assembly, results, [np.asarray(operand) for operand in operands])
 
 
 def polar(bits: int, angle_bits: int, head_dim: int):
@@ -37,7 +31,7 @@ def test_registers_have_the_keys_of_arrays(
 ):
     from pallas_kernels.mosaic import polar as module
 
-    monkeypatch.setattr(module, "_asm", executed)
+    monkeypatch.setattr(module, "asm", asm_on_arrays)
     side, rng = polar(bits, angle_bits, head_dim), np.random.default_rng(bits)
     layout = side.layout
     shapes = [(WARPS, SPAN // layout.slots, layout.words(set_bits)) for set_bits in layout.sets]
@@ -81,7 +75,7 @@ def test_an_instruction_that_computes_something_else_is_noticed(
 def check_turned_keys(angle_bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from pallas_kernels.mosaic import polar as module
 
-    monkeypatch.setattr(module, "_asm", executed)
+    monkeypatch.setattr(module, "asm", asm_on_arrays)
     codes, pairs, rng = 1 << angle_bits, 1000, np.random.default_rng(0)
     step, minimum = (
         rng.uniform(*ends, pairs).astype(np.float16)
@@ -116,7 +110,7 @@ def check_turned_keys(angle_bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_keys_as_large_as_fp16_allows_are_finite(code: int, monkeypatch: pytest.MonkeyPatch):
     from pallas_kernels.mosaic import polar as module
 
-    monkeypatch.setattr(module, "_asm", executed)
+    monkeypatch.setattr(module, "asm", asm_on_arrays)
     angle = module.Number.of([module.Bit(0, 0, bit) for bit in range(4)], 0)
     radius = module.Number.of([module.Bit(0, 0, 15)], 0, halved=True)
     numbers_of = np.uint16(code), np.float16(0), np.float16(65504), np.float16(2 * np.pi / 16)
