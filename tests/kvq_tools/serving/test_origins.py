@@ -12,8 +12,6 @@ from kvq_tools.serving.app import create_app
 from kvq_tools.serving.guard import Guard, known_hosts
 from tests.kvq_tools.serving.running import NAME, PROMPT, Running
 
-ASKED = {"model": NAME, "prompt": PROMPT, "max_tokens": 4, "temperature": 0}
-
 
 def test_a_server_that_other_machines_reach_goes_by_this_machines_name(
     monkeypatch: pytest.MonkeyPatch,
@@ -111,7 +109,7 @@ def test_an_error_of_the_server_is_counted_and_told_to_pages_that_may_use_it(
 def test_pages_of_other_sites_are_refused(
     guarded: Running, headers: dict[str, str], status: int, code: str | None
 ):
-    body = json.dumps(ASKED).encode()
+    body = json.dumps({"model": NAME, "prompt": PROMPT, "max_tokens": 4}).encode()
     found, answered, body = guarded.raw("POST", "/v1/completions", body, headers)
     assert found == status, body
     if code is not None:
