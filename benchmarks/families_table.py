@@ -45,6 +45,7 @@ MODELS = (
     Published("Llama-3.1-8B", "llama", 32, 32, 8, 128, 4096, 131072),
     Published("SmolLM2-135M", "llama", 30, 9, 3, 64, 576, 8192, f"{RANDOM}, its GGUF file"),
     Published("Mistral-7B-v0.1", "mistral", 32, 32, 8, 128, 4096, 32768),
+    Published("Ministral-3-8B", "ministral3", 34, 32, 8, 128, 4096, 262144),
     Published("Qwen2.5-7B", "qwen2", 28, 28, 4, 128, 3584, 32768),
     Published("Qwen3-8B", "qwen3", 36, 32, 8, 128, 4096, 40960),
     Published(

@@ -180,6 +180,9 @@ GEMMA = {"sliding_window": WINDOW, "head_dim": 24, "query_pre_attn_scalar": 40}
 # families and features whose layers have windows of WINDOW tokens, or partial RoPE
 CASES |= {
     "mistral_window": CheckpointCase("mistral", {"sliding_window": WINDOW}),
+    "ministral3": CheckpointCase(
+        "ministral3", {"head_dim": 24}, YARN_ALL | {"llama_4_scaling_beta": 0.5}
+    ),
     "qwen2_window": CheckpointCase(
         "qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
     ),
@@ -247,7 +250,7 @@ def build_checkpoint(directory: pathlib.Path, case: CheckpointCase) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(_scaled(name, noise))
+            parameter.copy_(scaled(name, noise))
     model.save_pretrained(directory)
     _respell(directory / "config.json", case)
     return model
@@ -268,7 +271,7 @@ def random_llama(config: LlamaConfig, *, seed: int = 0, dtype: Any = jnp.float32
     values = {}
     for path, weight in hf_names.weights(abstract).items():
         noise = generator.standard_normal(weight.leaf.shape, np.float32)
-        values[path] = jnp.asarray(_scaled(weight.name, noise).astype(weight.leaf.dtype))
+        values[path] = jnp.asarray(scaled(weight.name, noise).astype(weight.leaf.dtype))
     return hf_names.replace_weights(abstract, values)
 
 
@@ -310,7 +313,7 @@ def row_errors(got: Any, want: Any) -> np.ndarray:
     return np.linalg.norm(got - want, axis=-1) / np.linalg.norm(want, axis=-1)
 
 
-def _scaled(name: str, noise: Any) -> Any:
+def scaled(name: str, noise: Any) -> Any:
     """Norm scales around one, everything else around zero and large enough to matter."""
     if "norm" in name:
         return 1.0 + noise * 0.3

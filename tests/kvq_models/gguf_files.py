@@ -14,7 +14,7 @@ from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama
 from kvq_models.llama.rope_config import rotary_dim
 
-SWAPPED = ("llama", "granite", "smollm3")  # architectures whose RoPE rotates neighbours
+SWAPPED = ("llama", "mistral3", "granite", "smollm3")  # architectures whose RoPE rotates neighbours
 TOKENS = ["<|end|>", *(chr(c) for c in range(33, 96)), *"Ġthe", "th", "the", "Ġthe", "12"]
 
 
@@ -65,6 +65,12 @@ def family_fields(config: LlamaConfig, architecture: str) -> dict[str, Any]:
         fields |= {"rope.scaling.type": "yarn", "rope.scaling.factor": rope.factor}
     if rope.rope_type in ("yarn", "longrope"):
         fields["rope.scaling.original_context_length"] = rope.original_max_position_embeddings
+    if rope.mscale_all_dim is not None:
+        fields["rope.scaling.yarn_log_multiplier"] = rope.mscale_all_dim
+    if rope.llama_4_scaling_beta is not None:
+        fields["attention.temperature_scale"] = rope.llama_4_scaling_beta
+    if architecture == "qwen3vl":
+        fields |= {"rope.dimension_sections": [4, 2, 2, 0], "n_deepstack_layers": 1}
     if architecture == "phi3":
         fields["rope.dimension_count"] = rotary_dim(rope, config.head_dim)
         fields["rope.scaling.attn_factor"] = rope.attention_factor

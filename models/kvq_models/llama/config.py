@@ -23,6 +23,7 @@ from kvq_models.llama.generation_defaults import GenerationDefaults
 from kvq_models.llama.layer_kinds import checked_layers, sliding_window, unrotated_layers
 from kvq_models.llama.quantized.kv_scales import KVScales, brings_kv_scales
 from kvq_models.llama.rope_config import RopeConfig, check_rotation, rope_from_hf, rope_to_hf
+from kvq_models.llama.text_part import text_fields
 from kvq_models.llama.unsupported_fields import ACTIVATIONS, refuse_unsupported
 
 
@@ -151,12 +152,14 @@ class LlamaConfig:
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> LlamaConfig:
-        """Return the configuration described by the contents of a config.json.
+        """Return the configuration described by the contents of a config.json, or by their part
+        about the language model if the checkpoint reads images, too.
 
         Raises ValueError for a missing or malformed field, and NotImplementedError for a
         model_type, architecture, RoPE type, activation, quantization or kind of layer that this
         model does not compute.
         """
+        hf = text_fields(hf)
         family = families.family_of(hf)
         window, windowed = sliding_window(hf, family)
         refuse_unsupported(hf, family)

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 LIMIT = 2.0**128  # float32 ends below it
+# Fields about quantization: MLX calls it by another name.
+QUANTIZATION = ("quantization_config", "compression_config", "quantization")
 
 
 def check_positive(name: str, value: float) -> None:
@@ -73,10 +75,8 @@ def token_ids(fields: Mapping[str, Any], name: str) -> tuple[int, ...]:
 
 
 def quantization_fields(hf: Mapping[str, Any]) -> Any:
-    """Return what config.json says about quantization, or None. ModelOpt nests it, and MLX calls it
-    by another name."""
-    names = ("quantization_config", "compression_config", "quantization")
-    fields = next((hf[name] for name in names if hf.get(name)), None)
+    """Return what config.json says about quantization, or None. ModelOpt nests it."""
+    fields = next((hf[name] for name in QUANTIZATION if hf.get(name)), None)
     if not isinstance(fields, Mapping):
         return fields
     nested = fields.get("quantization")

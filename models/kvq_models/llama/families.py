@@ -69,6 +69,14 @@ _GEMMA2 = Family(
     full_layer_step=2,
     fields=_GEMMA,
 )
+_MINISTRAL3_YARN = {
+    "rope_type": "yarn",
+    "factor": 16.0,
+    "original_max_position_embeddings": 16_384,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
 _GPT_OSS_YARN = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -78,6 +86,9 @@ _GPT_OSS_YARN = {
 FAMILIES = {
     "llama": Family("LlamaForCausalLM"),
     "mistral": Family("MistralForCausalLM", False, False, False, sliding_window=4096),
+    "ministral3": Family(
+        "Ministral3ForCausalLM", False, False, False, rope_theta=1e6, rope_scaling=_MINISTRAL3_YARN
+    ),
     "qwen2": Family("Qwen2ForCausalLM", True, False, False, sliding_window=4096),
     "qwen3": _QWEN3,
     "qwen3_moe": _QWEN3._replace(architecture="Qwen3MoeForCausalLM", fields=COUNTS),
@@ -142,7 +153,6 @@ REFUSED = {
     "qwen3_5_text": LINEAR,
     "qwen3_5_moe": LINEAR,
     "qwen3_5_moe_text": LINEAR,
-    "gemma3": "images; the text models alone (gemma3_text) and GGUF files of gemma3 are read",
     "gemma4": GEMMA4,
     "gemma4_text": GEMMA4,
 }

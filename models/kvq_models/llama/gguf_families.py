@@ -11,8 +11,11 @@ from kvq_models.llama.gguf_fields import Fields, number, positive, whole
 # The model_type of each architecture. Files of Mistral and Mixtral say llama.
 MODEL_TYPES = {
     "llama": "llama",
+    "mistral3": "ministral3",  # or mistral, if its queries are not scaled
     "qwen2": "qwen2",
+    "qwen2vl": "qwen2",
     "qwen3": "qwen3",
+    "qwen3vl": "qwen3",
     "qwen3moe": "qwen3_moe",
     "granite": "granite",
     "smollm3": "smollm3",
@@ -65,11 +68,13 @@ def family_fields(
     """Return the fields of `LlamaConfig` that tell the families apart. Raises ValueError for a
     missing or malformed field."""
     family: dict[str, Any] = {"model_type": MODEL_TYPES[architecture]}
-    if architecture in ("qwen3", "qwen3moe", "olmo2", "gemma3"):
+    if architecture in ("qwen3", "qwen3vl", "qwen3moe", "olmo2", "gemma3"):
         family["qk_norm"] = True
     match architecture:
         case "llama" if experts := _experts(fields, architecture):
             family |= {"model_type": "mixtral", "experts": experts}
+        case "mistral3" if not fields.get("mistral3.attention.temperature_scale"):
+            family["model_type"] = "mistral"
         case "qwen3moe":
             family["experts"] = _experts(fields, architecture)
         case "granite":

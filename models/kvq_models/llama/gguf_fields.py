@@ -60,6 +60,8 @@ CONFIG_NAMES = {
     "original_max_position_embeddings": "rope.scaling.original_context_length",
     "beta_fast": "rope.scaling.yarn_beta_fast",
     "beta_slow": "rope.scaling.yarn_beta_slow",
+    "mscale_all_dim": "rope.scaling.yarn_log_multiplier",
+    "llama_4_scaling_beta": "attention.temperature_scale",
     "experts.count": "expert_count",
     "experts.per_token": "expert_used_count",
     "experts.intermediate_size": "expert_feed_forward_length",
@@ -75,6 +77,7 @@ CONFIG_NAMES = {
 _PATTERN = ("attention.sliding_window_pattern", "rope.freq_base_swa")
 READ_BY = {
     "llama": frozenset({"expert_count", "expert_used_count"}),
+    "mistral3": frozenset({"attention.temperature_scale", "rope.scaling.yarn_log_multiplier"}),
     "qwen3moe": frozenset({"expert_count", "expert_used_count", "expert_feed_forward_length"}),
     "granite": frozenset({"attention.scale", "embedding_scale", "residual_scale", "logit_scale"}),
     "olmo2": frozenset(_PATTERN),
@@ -104,7 +107,13 @@ _OF_HYBRIDS = {
     "ssm.state_size",
     "ssm.time_step_rank",
 }
-HARMLESS_BY = {"granite": frozenset(_OF_HYBRIDS)}
+# A text's tokens have one position, and no images that layers could add.
+_OF_IMAGES = frozenset({"rope.dimension_sections", "n_deepstack_layers"})
+HARMLESS_BY = {
+    "granite": frozenset(_OF_HYBRIDS),
+    "qwen2vl": _OF_IMAGES,
+    "qwen3vl": _OF_IMAGES,
+}
 
 # These change nothing at these values.
 NEUTRAL: dict[str, tuple[Any, ...]] = {

@@ -76,7 +76,8 @@ _CHANGED["gemma3"] = _CHANGED["gemma2"]
 _STACKED = tuple(
     f"blk.#.ffn_{name}.weight" for name in ("gate_inp", "gate_exps", "up_exps", "down_exps")
 )
-_SWAPPED = ("llama", "mixtral", "granite", "smollm3")  # model types; the others rotate halves
+# model types; the others rotate halves
+_SWAPPED = ("llama", "mistral", "ministral3", "mixtral", "granite", "smollm3")
 
 
 @functools.cache

@@ -94,10 +94,21 @@ def rope_of(fields: Fields, architecture: str, longrope: bool) -> RopeConfig:
             f"GGUF field {scaling}.attn_factor={attention_factor:g} is not supported with"
             f" {scaling}.type={kind!r}; supported: 1"
         )
-    if kind == "none" or (factor == 1 and attention_factor == 1):
+    beta = number(fields, f"{architecture}.attention.temperature_scale", 0)
+    if beta and kind != "yarn":
+        raise NotImplementedError(
+            f"GGUF field {architecture}.attention.temperature_scale={beta:g} is not supported with"
+            f" {scaling}.type={kind!r}; supported: 0"
+        )
+    if kind == "none" or (factor == 1 and attention_factor == 1 and not beta):
         return RopeConfig(theta=theta)
     if kind == "linear":
         return RopeConfig(rope_type="linear", theta=theta, factor=factor)
+    # the factor of mscale=1, divided by that of mscale_all_dim
+    log_multiplier = number(fields, f"{scaling}.yarn_log_multiplier", 0)
+    plain = 1 + 0.1 * math.log(max(factor, 1.0))
+    if log_multiplier:
+        plain /= 1 + 0.1 * log_multiplier * math.log(max(factor, 1.0))
     return RopeConfig(
         rope_type="yarn",
         theta=theta,
@@ -106,13 +117,12 @@ def rope_of(fields: Fields, architecture: str, longrope: bool) -> RopeConfig:
         # gpt-oss was trained with bounds between channels, which no field says
         truncate=architecture != "gpt-oss",
         # llama.cpp multiplies YaRN's own factor by it
-        attention_factor=(
-            None
-            if attention_factor == 1
-            else attention_factor * (1 + 0.1 * math.log(max(factor, 1.0)))
-        ),
+        attention_factor=None if attention_factor == 1 else attention_factor * plain,
         beta_fast=number(fields, f"{scaling}.yarn_beta_fast", 32.0),
         beta_slow=number(fields, f"{scaling}.yarn_beta_slow", 1.0),
+        mscale=1.0 if log_multiplier else None,
+        mscale_all_dim=log_multiplier or None,
+        llama_4_scaling_beta=beta or None,
     )
 
 

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from kvq_jax.files.checksum import SHA256, Checksum
 from kvq_jax.files.json_text import parse_json
-from kvq_models.llama import fused_tensors, generation_defaults
+from kvq_models.llama import fused_tensors, generation_defaults, text_part
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.config_fields import quantization_fields, token_ids
 from kvq_models.llama.end_tokens import end_tokens
@@ -93,15 +93,19 @@ class HfDirectory:
         )
 
     @functools.cached_property
-    def fields(self) -> dict[str, Any]:
-        """Return the object in config.json, with what a file of its own says about quantization if
-        config.json says nothing."""
-        fields = read_json(self.directory / "config.json")
+    def fields(self) -> Mapping[str, Any]:
+        """Return the language model's fields in config.json, with what a file of its own says about
+        quantization if config.json says nothing."""
+        fields = text_part.text_fields(self._stated)
         names = [name for name in OWN_FILES if (self.directory / name).exists()]
         if not names or quantization_fields(fields):
             return fields
         stated = {"quant_method": OWN_FILES[names[0]]} | read_json(self.directory / names[0])
-        return fields | {"quantization_config": stated}
+        return {**fields, "quantization_config": stated}
+
+    @functools.cached_property
+    def _stated(self) -> dict[str, Any]:
+        return read_json(self.directory / "config.json")
 
     @functools.cached_property
     def tensors(self) -> Mapping[str, StoredTensor]:
@@ -134,7 +138,7 @@ class HfDirectory:
 
         A model that was saved without its head, as LlamaModel, lacks the prefix "model." of every
         name. It is added, as in transformers. Prefixes of PyTorch's wrappers (torch.compile, DDP)
-        are removed.
+        are removed, and so are tensors that read images.
         """
         stored: dict[str, StoredTensor] = {}
         shared: dict[str, str] = {}
@@ -150,6 +154,7 @@ class HfDirectory:
                     header = tensors.get_slice(name)
                     stored[name] = StoredTensor(file, tuple(header.get_shape()), header.get_dtype())
                 shared |= tensors.metadata() or {}
+        stored = text_part.without_images(self._stated, stored)
         bare = {name: _WRAPPERS.sub("", name) for name in stored}
         if EMBED_NAME.removeprefix(_PREFIX) in bare.values():
             bare = {
@@ -166,17 +171,20 @@ class HfDirectory:
 
     @functools.cached_property
     def _weights(self) -> tuple[dict[str, StoredTensor], dict[str, QuantizedWeight]]:
-        """Return (headers with one tensor for each weight, the quantized weights by name)."""
-        return gathered(
+        """Return (headers with one tensor for each weight, the quantized weights by the file's
+        names, which are those of the configuration)."""
+        stored, quantized = gathered(
             self._headers[0], quantization_of(self.fields), RawTensors(self._check_part)
         )
+        return text_part.text_tensors(self._stated, stored), quantized
 
     def kv_scales(self) -> KVScales | None:
         """Return the scales that the files have for an fp8 cache, or None. Raise CheckpointError
         if they are damaged."""
         config = self.config
+        headers = text_part.text_tensors(self._stated, self._headers[0])
         return read_kv_scales(
-            self._headers[0], RawTensors(), config.num_hidden_layers, config.num_key_value_heads
+            headers, RawTensors(), config.num_hidden_layers, config.num_key_value_heads
         )
 
     def _is_tied(self) -> bool:
@@ -322,7 +330,8 @@ class HfDirectory:
         """Return True for a bias of zeros beside a quantized weight. AutoGPTQ writes one for every
         module, also if the model has no biases."""
         weight = f"{name.removesuffix('.bias')}.weight"
-        return name.endswith(".bias") and weight in self._weights[1] and not self.read(name).any()
+        beside = name.endswith(".bias") and weight in self.tensors
+        return beside and self._quantized(weight) is not None and not self.read(name).any()
 
     def _quantized(self, name: str) -> QuantizedWeight | None:
         return self._weights[1].get(self.tensors[name].stored_as or name)

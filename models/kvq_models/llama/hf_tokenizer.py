@@ -24,7 +24,14 @@ TOKENIZER_FILE = "tokenizer.json"
 SENTENCEPIECE_FILE = "tokenizer.model"
 FAST_TOKENIZER_FILES = (TOKENIZER_FILE, "vocab.json", "merges.txt")
 TOKENIZER_FILES = (*FAST_TOKENIZER_FILES, SENTENCEPIECE_FILE, "tokenizer_config.json")
-TOKENIZER_EXTRAS = ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+# Checkpoints that read images may have the template in a file for their image processor.
+_PROCESSOR_TEMPLATE = "chat_template.json"
+TOKENIZER_EXTRAS = (
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    _PROCESSOR_TEMPLATE,
+)
 # Classes that put the first token before a text as the settings say, whatever the file says, in the
 # versions of transformers (before 5) that write the setting. Files of DeepSeek's distilled models
 # rely on it.
@@ -73,6 +80,9 @@ def load_tokenizer(directory: Path) -> Any:
             if not fast:  # a tokenizer.model does not say it, and these are the defaults
                 defaults = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True}
                 _put_first(tokenizer, defaults | _object(directory / "tokenizer_config.json"))
+        template = _object(directory / _PROCESSOR_TEMPLATE).get("chat_template")
+        if tokenizer.chat_template is None and isinstance(template, str):
+            tokenizer.chat_template = template
     except CheckpointError:
         raise
     except Exception as error:  # the tokenizers library raises nothing narrower for a broken file

@@ -50,7 +50,7 @@ from kvq_models.llama.experts import Experts
 from kvq_models.llama.families import Activation
 from kvq_models.llama.initial_weights import constant, normal
 from kvq_models.llama.packed_weights import logits_of, products, rows_of
-from kvq_models.llama.rope import Ropes, ropes_for
+from kvq_models.llama.rope import Ropes, query_factor, ropes_for
 from kvq_models.llama.whole_heads import of_whole_heads
 
 HiddenBTD = Float[Array, "B T D"]
@@ -228,6 +228,8 @@ class Layer(nnx.Module):
             projections(x_BTD, (self.q_proj, self.k_proj, self.v_proj)), placement
         )
         q_BNTH, k_BKTH = self._query_heads(q_BTC), self._key_heads(k_BTC)
+        if (factor_B1T1 := query_factor(self.config.rope, positions_BT)) is not None:
+            q_BNTH = (q_BNTH.astype(jnp.float32) * factor_B1T1).astype(q_BNTH.dtype)
         return LayerInputs(
             x=x_BTD,
             q_pre=q_BNTH,

@@ -16,10 +16,14 @@ R = H, or partial_rotary_factor * H: the other pairs of a head do not rotate, w 
 Pairs are (i, i + H/2), so weights of queries and keys are loaded with their channels in that order
 (fused_tensors.py).
 
+Ministral 3 also scales a query by its position p, so that scores of long texts do not level out:
+
+    q' = q (1 + beta ln(1 + floor(p / P0))),  P0 = original_max_position_embeddings
+
 Sources: Su et al., RoFormer, 3.4.2; position interpolation, Chen et al. 2023 (linear); "NTK-aware"
-scaling (dynamic); Llama 3.1 (llama3); Peng et al., YaRN, 3.2-3.4 (yarn); Ding et
-al., LongRoPE (longrope). Computed in float32 step by step as transformers does, so that both rotate
-by the same angles.
+scaling (dynamic); Llama 3.1 (llama3); Peng et al., YaRN, 3.2-3.4 (yarn); Ding et al., LongRoPE
+(longrope); Llama 4 (beta). Computed in float32 step by step as transformers does, so that both
+rotate by the same angles.
 """
 
 from __future__ import annotations
@@ -29,7 +33,9 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float
 
+from kvq_jax.types.array_types import PositionsBT
 from kvq_jax.types.rope import Rope
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.rope_config import RopeConfig, rotary_dim
@@ -61,6 +67,16 @@ def rope_for(config: LlamaConfig, capacity: int) -> Rope:
     original_max_position_embeddings, so does `longrope`.
     """
     return _rope(config, config.rope, capacity)
+
+
+def query_factor(rope: RopeConfig, positions: PositionsBT) -> Float[Array, "B 1 T 1"] | None:
+    """Return the factor of queries [B, N, T, H] at these positions, float32, or None if the model
+    has none."""
+    beta = rope.llama_4_scaling_beta
+    if not beta:
+        return None
+    passed = jnp.maximum(positions, 0) // rope.original_max_position_embeddings
+    return (1 + beta * jnp.log1p(passed.astype(jnp.float32)))[:, None, :, None]
 
 
 def _rope(config: LlamaConfig, rope: RopeConfig, capacity: int) -> Rope:

@@ -25,6 +25,7 @@ _ROPE_FIELDS = {
         "mscale",
         "mscale_all_dim",
         "truncate",
+        "llama_4_scaling_beta",
     ),
     "longrope": (
         "factor",
@@ -61,6 +62,7 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    llama_4_scaling_beta: float | None = None
     partial_rotary_factor: float = 1.0
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
@@ -93,7 +95,7 @@ class RopeConfig:
         for name in ("short_factor", "long_factor"):
             for value in getattr(self, name):
                 check_positive(name, value)
-        for name in ("mscale", "mscale_all_dim"):
+        for name in ("mscale", "mscale_all_dim", "llama_4_scaling_beta"):
             if getattr(self, name):  # 0 means none
                 check_positive(name, getattr(self, name))
         if self.original_max_position_embeddings < 2:  # longrope divides by its logarithm
@@ -205,6 +207,12 @@ def _rope(
             f"config field {section}.factor={factor} is of no rope_type; supported:"
             f" {', '.join(ROPE_TYPES)} with its rope_type"
         )
+    scales_queries = hf["model_type"] == "ministral3" and rope_type == "yarn"
+    if fields.get("llama_4_scaling_beta") and not scales_queries:
+        raise NotImplementedError(
+            f"config field {section}.llama_4_scaling_beta={fields['llama_4_scaling_beta']!r:.40} is"
+            " not supported; supported: with model_type='ministral3' and rope_type='yarn'"
+        )
     rope: dict[str, Any] = {
         "rope_type": rope_type,
         "theta": optional(fields, "rope_theta", float, optional(hf, "rope_theta", float, theta)),
@@ -263,6 +271,7 @@ def _yarn_fields(hf: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, 
         "mscale": optional(fields, "mscale", float, None),
         "mscale_all_dim": optional(fields, "mscale_all_dim", float, None),
         "truncate": optional(fields, "truncate", bool, True),
+        "llama_4_scaling_beta": optional(fields, "llama_4_scaling_beta", float, None),
     }
 
 

@@ -26,6 +26,7 @@ FAMILIES = (
     "mixtral",
     "qwen3_moe",
     "mistral_window",
+    "ministral3",
     "gemma2",
     "gemma3",
     "olmo3",
@@ -34,8 +35,9 @@ FAMILIES = (
 )
 OTHERS = r"cannot express|not supported|entries for 8 pairs|does not read"
 CONTROLLED = ("mixtral", "mistral_window", "gpt_oss")  # also read through a coarse cache
-# another order of norms, layers without RoPE, caps, sinks with windows and experts, part of a head
-USUAL = "olmo2", "smollm3", "gemma2", "gpt_oss", "phi3_partial"
+# another order of norms, layers without RoPE, queries that grow, caps, sinks with windows and
+# experts, part of a head
+USUAL = "olmo2", "smollm3", "ministral3", "gemma2", "gpt_oss", "phi3_partial"
 step = jax.jit(decode_step, donate_argnames="cache")
 
 

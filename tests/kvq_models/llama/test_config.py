@@ -171,12 +171,15 @@ def objects(fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield from objects(value)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, "with_images"])
 @pytest.mark.usefixtures("types_unchecked")
 def test_a_field_of_any_value_is_read_or_refused_in_one_line(case: str):
-    """Every field of every family, also inside of its RoPE's."""
-    made = CASES[case]
+    """Every field of every family, also inside of its RoPE's and of a language model's that is a
+    part."""
+    made = CASES["gemma3" if case == "with_images" else case]
     hf = SIZES | {"model_type": made.model_type, "rope_parameters": made.rope} | made.fields
+    if case == "with_images":
+        hf = {"model_type": "gemma3", "architectures": None, "text_config": hf}
     LlamaConfig.from_hf(hf)
     refused: list[str] = []
     for number, holder in enumerate(objects(copy.deepcopy(hf))):

@@ -28,6 +28,12 @@ def with_phi(**scaling: Any) -> dict[str, Any]:
     return PHI4_MINI | {"rope_scaling": PHI4_MINI["rope_scaling"] | scaling}
 
 
+def with_images(**fields: Any) -> dict[str, Any]:
+    """A checkpoint that reads images beside its language model."""
+    whole = {"model_type": "gemma3", "architectures": None, "text_config": {}}
+    return whole | fields
+
+
 def local_rope(**fields: Any) -> dict[str, Any]:
     """RoPE of windowed layers, beside a plain one of the others."""
     return {"rope_parameters": {"full_attention": {}, "sliding_attention": fields}}
@@ -38,10 +44,12 @@ UNSUPPORTED = [
     ({"model_type": "gpt2"}, "model_type='gpt2'"),
     ({"model_type": "llama4_text"}, "'llama4_text' is not supported (attention in chunks"),
     ({"model_type": "qwen3_5_text"}, "'qwen3_5_text' is not supported (layers of linear"),
-    ({"model_type": "gemma3"}, "'gemma3' is not supported (images"),
+    (with_images(text_config={"model_type": "mamba"}), "text_config.model_type='mamba'"),
+    (with_images(architectures=["Gemma3Rerank"]), "architectures=['Gemma3Rerank']"),
     ({"architectures": ["LlamaForCausalLM2"]}, "architectures=['LlamaForCausalLM2']"),
     (with_rope(type="proportional", factor=2.0), "rope_type='proportional'"),
     ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters"),
+    (with_rope(**YARN, llama_4_scaling_beta=0.1), "rope_scaling.llama_4_scaling_beta=0.1"),
     ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
     ({"partial_rotary_factor": 0.25}, "partial_rotary_factor=0.25"),
     (PHI4_MINI | {"model_type": "llama", "architectures": None}, "partial_rotary_factor=0.75"),

@@ -44,6 +44,23 @@ MODELS = {
     "llama_biases": ("llama", tiny_config(**ONE, attention_bias=True, mlp_bias=True)),
     "qwen2": ("qwen2", tiny_config("qwen2", **ONE)),
     "qwen3": ("qwen3", tiny_config("qwen3", **ONE | {"head_dim": 32})),
+    "mistral3": ("mistral3", tiny_config("mistral", **ONE)),
+    "ministral3": (
+        "mistral3",
+        tiny_config(
+            "ministral3",
+            **ONE,
+            rope_scaling=YARN
+            | {
+                "original_max_position_embeddings": 4,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.5,
+                "llama_4_scaling_beta": 0.5,
+            },
+        ),
+    ),
+    "qwen2vl": ("qwen2vl", tiny_config("qwen2", **ONE)),
+    "qwen3vl": ("qwen3vl", tiny_config("qwen3", **ONE | {"head_dim": 32})),
     "granite": (
         "granite",
         tiny_config("granite", attention_bias=True, mlp_bias=True, **ONE | GRANITE),
@@ -118,6 +135,11 @@ def test_a_model_computes_what_its_source_does(
     assert row_errors(wrong, wanted).max() > 1e-3, "the other order of rows must be seen"
 
 
+def test_queries_that_grow_without_yarn_are_refused(tmp_path: pathlib.Path):
+    _, path = written("mistral3", tmp_path, fields={"attention.temperature_scale": 0.5})
+    assert "temperature_scale=0.5 is not supported with" in refusal(path)
+
+
 @pytest.mark.parametrize(
     ("name", "field", "value"),
     [
@@ -131,6 +153,8 @@ def test_a_model_computes_what_its_source_does(
         ("gemma3", "attention.sliding_window", 4),
         *((name, "rope.freq_base_swa", 7.0) for name in ("gemma2", "gemma3", "olmo3", "gpt-oss")),
         ("olmo3", "rope.scaling.factor", 1.0),
+        ("ministral3", "rope.scaling.yarn_log_multiplier", 1.0),
+        ("ministral3", "attention.temperature_scale", 0.25),
         ("phi3", "rope.scaling.attn_factor", 1.0),
         ("gpt-oss", "expert_used_count", 1),
     ],

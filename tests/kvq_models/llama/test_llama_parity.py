@@ -52,6 +52,7 @@ def _layer_vectors(llama: Llama) -> list[str]:
 USUAL = (
     *("llama_gqa4_tied", "llama_head_dim", "llama_attention_bias", "llama_mlp_bias"),
     *("llama_llama3", "llama_yarn_new", "mistral_window", "mixtral_window"),
+    "ministral3",
     *("qwen2_tied_gqa7", "qwen2_window", "qwen3_attention_bias", "qwen3_moe_window"),
     "qwen3_moe_normalized",
     *("granite", "granite_4", "smollm3", "olmo2_gqa4", "olmo3", "gemma2", "gemma3"),

@@ -135,6 +135,18 @@ def test_the_default_of_several_chat_templates_is_used(tmp_path: pathlib.Path):
     assert load_tokenizer(tmp_path).apply_chat_template(chat, tokenize=False) == "hi!"
 
 
+def test_the_chat_template_of_an_image_processor_is_read_if_the_tokenizer_has_none(
+    tmp_path: pathlib.Path,
+):
+    template = {"chat_template": "{{ messages[0]['content'] }}?"}
+    (tmp_path / "chat_template.json").write_text(json.dumps(template))
+    chat = [{"role": "user", "content": "hi"}]
+    save_tokenizer(tmp_path, byte_level())
+    assert load_tokenizer(tmp_path).apply_chat_template(chat, tokenize=False) == "hi?"
+    save_tokenizer(tmp_path, byte_level(), chat_template="{{ messages[0]['content'] }}!")
+    assert load_tokenizer(tmp_path).apply_chat_template(chat, tokenize=False) == "hi!"
+
+
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 def test_a_tokenizer_is_loaded_without_torch(tmp_path: pathlib.Path):
     save_tokenizer(tmp_path, byte_level("<|end|>"), eos_token="<|end|>")
