@@ -43,9 +43,8 @@ INTRODUCTION = f"""\
 Made by `python -m benchmarks.results_page` from the rows of the protocol. For each other cache that
 was measured, the `{OURS}` cache with the least KL among those that are no larger, compared on the
 same windows, which are of other domains than the calibration's. Rows with * learned from a text,
-rows with § learned without the token that opens the model's texts, rows with † were measured on
-another processor than most, and rows with ‡ keep more tokens exact than most, because their blocks
-are longer. Brackets are 95 % intervals, t, of the logs of the
+rows with † were measured on another processor than most, and rows with ‡ keep more tokens exact
+than most, because their blocks are longer. Brackets are 95 % intervals, t, of the logs of the
 ratios over the windows of all texts, widened by rounding: a `{OURS}` cache is ahead if its interval
 ends below 1, by more than {GOAL:g} times if it ends below {1 / GOAL:.2f}. Bits are resident, for
 {{batch}} of {CONTEXT // 1024}K tokens of {llama_8b.NAME}. In the small model, and at the contexts

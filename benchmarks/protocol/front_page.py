@@ -101,7 +101,7 @@ def _column_of(report: ProtocolReport) -> tuple[str, dict[str, str]]:
     reading = most_measured(report)
     rows = report.quantized(LENGTH, reading)
     kl = {
-        row.cache: f"{with_interval(*report.kl(row), '#.2g')}{report.remarks(row)}" for row in rows
+        row.cache: f"{with_interval(*report.kl(row), '#.2g')}{report.remark(row)}" for row in rows
     }
     return f"{report.model}: {COLUMNS[reading]}", kl
 
@@ -158,8 +158,6 @@ def _note(report: ProtocolReport, results: str, other: ProtocolReport | None) ->
     )
     if any(report.of_another_processor(report.row(cache, LENGTH, shown[0])) for cache in README):
         learned += " † marks a number measured on another processor than most."
-    if other and any("§" in kl for cache, kl in _column_of(other)[1].items() if cache in README):
-        learned += " § marks a calibration without the token that opens a text."
     read = {
         "decoded": (
             f" Decoded: all tokens from {DECODED_FROM} on go through the cache one by one, so that"

@@ -10,7 +10,7 @@ import kvq_jax as kvq
 from benchmarks.markdown import bracket, head, table, with_interval
 from benchmarks.protocol import caches, made_plans
 from benchmarks.protocol.large_models import CONTEXT
-from benchmarks.protocol.report import ProtocolReport, Row, unopened
+from benchmarks.protocol.report import ProtocolReport, Row
 from kvq_jax.cache.size import COMPARED_BATCHES
 from kvq_tools.evaluation.protocol import (
     DECODED_FROM,
@@ -93,11 +93,6 @@ def _said(report: ProtocolReport) -> list[str]:
         said.append(
             f"Rows marked * learned from {report.calibration_text.name}"
             f" ({report.calibration_text.domain})."
-        )
-    if unopened(*report.rows):
-        said.append(
-            "Windows of calibration begin with the token that opens the model's texts, but not"
-            " those of rows marked §, which are to be measured again."
         )
     named = {row.processor or "unknown" for row in report.rows if report.of_another_processor(row)}
     if others := sorted(named):
@@ -196,10 +191,9 @@ def _decoded_over_prompt(report: ProtocolReport) -> list[tuple[str, ...]]:
     lines = []
     for row in report.rows:
         prompt = report.find(row.cache, row.context, "prompt")
-        if row.reading == "decoded" and prompt and row.opened == prompt.opened:
+        if row.reading == "decoded" and prompt:
             ratio = with_interval(*report.ratio(row, prompt), ".2f")
-            cache = f"`{row.cache}`{unopened(row, prompt)}"
-            lines.append((cache, f"{row.context}", ratio))
+            lines.append((f"`{row.cache}`", f"{row.context}", ratio))
     return lines
 
 

@@ -16,7 +16,7 @@ from benchmarks.markdown import table, with_interval
 from benchmarks.protocol import large_models, made_plans
 from benchmarks.protocol.front_page import LENGTH, SOURCES
 from benchmarks.protocol.large_models import CONTEXT
-from benchmarks.protocol.report import ProtocolReport, unopened
+from benchmarks.protocol.report import ProtocolReport
 from benchmarks.report_file import RESULTS
 from kvq_tools.evaluation.intervals import Estimate
 from kvq_tools.evaluation.protocol import READINGS, RECENT, SINK, WORDS
@@ -84,9 +84,8 @@ of {LENGTH} tokens. Brackets are 95 % intervals, t, of the logs of the ratios ov
 all texts, widened by rounding; in bold if they leave out 1. If the texts lie on different sides of
 1, and one of them by its own interval, each text's ratio follows. All caches keep the first {SINK}
 and the newest {RECENT} tokens exact; those with ‡ keep more, because their blocks are longer. Those
-with * learned from a text; for ratios with § from one without the token that opens the model's
-texts, and they are to be measured again. Bits are resident, for one sequence of
-{CONTEXT // 1024}K tokens of {llama_8b.NAME}."""
+with * learned from a text. Bits are resident, for one sequence of {CONTEXT // 1024}K tokens of
+{llama_8b.NAME}."""
 BASES_HEAD = "## Waterfill in each basis, and with the widths of a plan"
 OWN_HEADS = f"""\
 ## If each query head has its KV head
@@ -146,7 +145,6 @@ def _ratio(report: ProtocolReport, reading: str, pair: tuple[str, str]) -> str:
     shown = with_interval(*ratio, ".2f")
     low, high = ratio.interval  # nan if one window was measured
     pooled = f"**{shown}**" if low > 1 or high < 1 else shown
-    pooled += unopened(one, other)
     of_texts = report.ratio_by_text(one, other)
     return f"{pooled} ({_of_each(of_texts)})" if differ(of_texts.values()) else pooled
 

@@ -42,7 +42,6 @@ class Row:
         seconds: processor seconds of all threads.
         processor: which measured it, or "" in files that are older than this field.
         commit: the state of the code that measured it.
-        opened: False if its calibration windows lacked the token that opens the model's texts.
     """
 
     cache: str
@@ -57,7 +56,6 @@ class Row:
     seconds: float
     commit: str
     processor: str = ""
-    opened: bool = True
 
     @property
     def of_layers(self) -> bool:
@@ -67,11 +65,6 @@ class Row:
     @property
     def key(self) -> tuple[str, bool, int, Reading]:
         return self.cache, self.own_windows, self.context, self.reading
-
-
-def unopened(*rows: Row) -> str:
-    """Return the mark of numbers to which a calibration without the opening token contributed."""
-    return "" if all(row.opened for row in rows) else "§"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -174,14 +167,13 @@ class ProtocolReport(Report):
         return not row.own_windows and row.exact_share > MORE * statistics.median(alike)
 
     def marked(self, row: Row) -> str:
-        """Return a row's cache with * if it learned from a text, § if that text was not opened, †
-        if another processor than that of most rows measured it, and ‡ if it keeps more tokens exact
-        than most."""
-        return f"{self.named(row)}{self.remarks(row)}"
+        """Return a row's cache with * if it learned from a text, † if another processor than that
+        of most rows measured it, and ‡ if it keeps more tokens exact than most."""
+        return f"{self.named(row)}{self.remark(row)}"
 
-    def remarks(self, row: Row) -> str:
-        """Return the marks § and † of `marked`."""
-        return unopened(row) + "†" * self.of_another_processor(row)
+    def remark(self, row: Row) -> str:
+        """Return the mark † of `marked`."""
+        return "†" * self.of_another_processor(row)
 
     def named(self, row: Row) -> str:
         """Return a row's cache with the marks * and ‡ of `marked`."""

@@ -219,25 +219,6 @@ def test_a_page_marks_rows_of_another_processor_and_says_how_far_they_move(repor
     assert float(ratio.partition(" ")[0]) == pytest.approx(1 / 1.25, abs=1e-3)
 
 
-def test_a_page_marks_rows_whose_calibration_was_not_opened(report: ProtocolReport):
-    def page_without(*readings: str) -> tuple[str, list[str]]:
-        """Return the page if rows of these readings were not opened, and its marked lines."""
-        changed = [report.row(CACHE, 2048, reading) for reading in readings]
-        rows = tuple(
-            dataclasses.replace(one, opened=False) if one in changed else one for one in report.rows
-        )
-        text = page(dataclasses.replace(report, rows=rows), front_page.FILE)
-        return text, [one for one in text.splitlines() if one.startswith("|") and "§" in one]
-
-    text, marked = page_without("prompt")
-    assert "those of rows marked §, which are to be measured again" in text
-    assert len(marked) == 1, "a ratio of two calibrations shows more than what decoding adds"
-    text, both = page_without("prompt", "decoded")
-    assert len(both) == 3, "two lines of their own and their ratio"
-    assert all(line.startswith(f"| `{CACHE}`§") for line in (*marked, *both))
-    assert "§" not in page(report, front_page.FILE)
-
-
 def test_a_ratio_of_one_window_has_no_interval_and_is_not_bold(
     report: ProtocolReport, tmp_path, monkeypatch: pytest.MonkeyPatch
 ):
