@@ -246,14 +246,21 @@ def build_checkpoint(directory: pathlib.Path, case: CheckpointCase) -> Any:
     model = AutoModelForCausalLM.from_config(
         config, dtype=torch.float32, attn_implementation="eager"
     ).eval()
+    randomize(model)
+    model.save_pretrained(directory)
+    _respell(directory / "config.json", case)
+    return model
+
+
+def randomize(model: Any) -> None:
+    """Make every weight of a torch model random."""
+    import torch
+
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(scaled(name, noise))
-    model.save_pretrained(directory)
-    _respell(directory / "config.json", case)
-    return model
+            parameter.copy_(_scaled(name, noise))
 
 
 def torch_logits(model: Any, tokens: np.ndarray) -> np.ndarray:
@@ -271,7 +278,7 @@ def random_llama(config: LlamaConfig, *, seed: int = 0, dtype: Any = jnp.float32
     values = {}
     for path, weight in hf_names.weights(abstract).items():
         noise = generator.standard_normal(weight.leaf.shape, np.float32)
-        values[path] = jnp.asarray(scaled(weight.name, noise).astype(weight.leaf.dtype))
+        values[path] = jnp.asarray(_scaled(weight.name, noise).astype(weight.leaf.dtype))
     return hf_names.replace_weights(abstract, values)
 
 
@@ -313,7 +320,7 @@ def row_errors(got: Any, want: Any) -> np.ndarray:
     return np.linalg.norm(got - want, axis=-1) / np.linalg.norm(want, axis=-1)
 
 
-def scaled(name: str, noise: Any) -> Any:
+def _scaled(name: str, noise: Any) -> Any:
     """Norm scales around one, everything else around zero and large enough to matter."""
     if "norm" in name:
         return 1.0 + noise * 0.3

@@ -104,11 +104,11 @@ def rope_of(fields: Fields, architecture: str, longrope: bool) -> RopeConfig:
         return RopeConfig(theta=theta)
     if kind == "linear":
         return RopeConfig(rope_type="linear", theta=theta, factor=factor)
-    # the factor of mscale=1, divided by that of mscale_all_dim
-    log_multiplier = number(fields, f"{scaling}.yarn_log_multiplier", 0)
-    plain = 1 + 0.1 * math.log(max(factor, 1.0))
-    if log_multiplier:
-        plain /= 1 + 0.1 * log_multiplier * math.log(max(factor, 1.0))
+    # YaRN's own factor; a multiplier divides it, as mscale_all_dim does that of mscale=1
+    multiplier = number(fields, f"{scaling}.yarn_log_multiplier", 0)
+    logarithm = math.log(max(factor, 1.0))
+    divisor = 1 + 0.1 * max(multiplier, 0.0) * logarithm  # RopeConfig refuses negative ones
+    of_yarn = (1 + 0.1 * logarithm) / divisor
     return RopeConfig(
         rope_type="yarn",
         theta=theta,
@@ -117,11 +117,11 @@ def rope_of(fields: Fields, architecture: str, longrope: bool) -> RopeConfig:
         # gpt-oss was trained with bounds between channels, which no field says
         truncate=architecture != "gpt-oss",
         # llama.cpp multiplies YaRN's own factor by it
-        attention_factor=None if attention_factor == 1 else attention_factor * plain,
+        attention_factor=None if attention_factor == 1 else attention_factor * of_yarn,
         beta_fast=number(fields, f"{scaling}.yarn_beta_fast", 32.0),
         beta_slow=number(fields, f"{scaling}.yarn_beta_slow", 1.0),
-        mscale=1.0 if log_multiplier else None,
-        mscale_all_dim=log_multiplier or None,
+        mscale=1.0 if multiplier else None,
+        mscale_all_dim=multiplier or None,
         llama_4_scaling_beta=beta or None,
     )
 

@@ -135,6 +135,21 @@ def test_a_model_computes_what_its_source_does(
     assert row_errors(wrong, wanted).max() > 1e-3, "the other order of rows must be seen"
 
 
+def test_an_attention_factor_multiplies_what_a_log_multiplier_leaves(tmp_path: pathlib.Path):
+    """llama.cpp divides YaRN's own factor by that of yarn_log_multiplier first."""
+    _, path = written("ministral3", tmp_path, fields={"rope.scaling.attn_factor": 0.5})
+    factor, log = read_config(path).rope.attention_factor, np.log(YARN["factor"])
+    np.testing.assert_allclose(factor, 0.5 * (1 + 0.1 * log) / (1 + 0.1 * 0.5 * log), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "field", ["rope.scaling.yarn_log_multiplier", "attention.temperature_scale"]
+)
+def test_a_negative_multiplier_is_refused_by_the_name_of_its_field(field: str, tmp_path):
+    _, path = written("ministral3", tmp_path, fields={field: -10.0, "rope.scaling.factor": np.e})
+    assert f"mistral3.{field}=-10" in refusal(path)
+
+
 def test_queries_that_grow_without_yarn_are_refused(tmp_path: pathlib.Path):
     _, path = written("mistral3", tmp_path, fields={"attention.temperature_scale": 0.5})
     assert "temperature_scale=0.5 is not supported with" in refusal(path)

@@ -22,8 +22,8 @@ from tests.kvq_models.checkpoints import (
     YARN,
     model,
     random_tokens,
+    randomize,
     row_errors,
-    scaled,
     tiny_config,
     torch_logits,
 )
@@ -110,11 +110,7 @@ def build(directory: pathlib.Path, name: str) -> Any:
     reference = AutoModelForImageTextToText.from_config(
         config, dtype=torch.float32, attn_implementation="eager"
     ).eval()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter_name, parameter in reference.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(scaled(parameter_name, noise))
+    randomize(reference)
     reference.save_pretrained(directory)
     return reference
 
@@ -137,9 +133,10 @@ def make_part(directory: pathlib.Path, prefix: str) -> None:
     tensors["vision_tower.patch_conv.weight"] = np.ones((4, 4), np.float32)
     save_file(tensors, file)
     text = json.loads((directory / "config.json").read_text())
-    quantization = {name: text.pop(name) for name in ("quantization_config",) if name in text}
+    quantization = text.pop("quantization_config", None)
     whole = {"model_type": "mistral3", "text_config": text, "vision_config": {}}
-    (directory / "config.json").write_text(json.dumps(whole | quantization))
+    whole["quantization_config"] = quantization
+    (directory / "config.json").write_text(json.dumps(whole))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -166,6 +163,14 @@ def test_names_of_all_versions_of_transformers_are_read(prefix, tied, tmp_path):
     want, got = jitted_forward(llama, tokens), jitted_forward(loaded, tokens)
     assert float(jnp.abs(want).max()) > 0
     np.testing.assert_array_equal(want, got, err_msg=prefix)
+
+
+def test_what_is_saved_is_the_language_model_alone(tmp_path):
+    llama = saved(tmp_path / "whole", "language_model.model.")
+    save_llama(load_llama(tmp_path / "whole", dtype="float32")[0], tmp_path / "alone")
+    assert read_config(tmp_path / "alone") == llama.config
+    names = set(load_file(tmp_path / "alone" / "model.safetensors"))
+    assert names == {weight.name for weight in hf_names.weights(llama).values()}
 
 
 def test_a_head_of_its_own_is_read_whatever_the_configuration_of_the_whole_says(tmp_path):
